@@ -96,9 +96,7 @@ def clean(config: CorpusConfig, folder: Path) -> dict[str, Any]:
     return {"documents": reasons, "characters": characters.total(), "written_characters": written}
 
 
-def apply_page_rules(
-    text: str, bad_word: re.Pattern[str], min_words: int, min_sentences: int
-) -> tuple[str, str | None]:
+def apply_page_rules(text: str, bad_word: re.Pattern, min_words: int, min_sentences: int) -> tuple[str, str | None]:
     """The lines of a page that C4's rules keep, and why the page goes, or None.
 
     A line is kept if it ends in a terminal punctuation mark, has at least `min_words` words and does not contain

@@ -8,15 +8,8 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.recipe import STAGES, ancestors
-from rlhf.runs.folders import (
-    check_output,
-    is_complete,
-    read_record,
-    read_stage,
-    refuse_inside_stage,
-    run_folder,
-    stage_folder,
-)
+from rlhf.runs import folders
+from rlhf.runs.folders import is_complete, read_record, read_stage, stage_folder
 from rlhf.runs.run_files import entries, with_interval
 from rlhf.system.files import check_replaceable, held, replaced, share
 from rlhf.system.terminal import one_line, say
@@ -30,9 +23,9 @@ NOT_MEASURED = (
 
 def run(config: Config) -> None:
     stage, source = config.export.stage, stage_folder(config, config.export.stage)
-    check_output(source, stage)
-    out = Path(config.export.out) if config.export.out else run_folder(config) / "export" / stage
-    refuse_inside_stage(out, "export.out")
+    folders.check_output(source, stage)
+    out = Path(config.export.out) if config.export.out else folders.run_folder(config) / "export" / stage
+    folders.refuse_inside_stage(out, "export.out")
     with held(out):
         check_replaceable(out, config.overwrite, "export.out", "model", lambda path: (path / "config.json").is_file())
         with replaced(out) as folder:

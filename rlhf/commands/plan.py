@@ -39,11 +39,8 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
         f"{setup['memory_margin']:.0%} of it kept free; "
         f"{setup['peak_tflops']:g} TFLOPS at {setup['mfu']:.0%} MFU; {setup['bandwidth_gb']:g} GB/s"
     )
-    checkpointing = "on" if setup["checkpointing"] else "off"
-    yield (
-        f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, gradient checkpointing {checkpointing}; "
-        f"trained: {setup['lora']}"
-    )
+    trained = f"gradient checkpointing {'on' if setup['checkpointing'] else 'off'}; trained: {setup['lora']}"
+    yield f"setting  deepspeed={setup['deepspeed']}, {setup['dtype']}, AdamW, {trained}"
     used = {name for parts in plan["bytes"].values() for name, count in parts.items() if count}
     columns = ["rows", *(name for name in (*BYTE_PARTS, "sum", "host") if name in used | {"sum"})]
     yield from ("", "GB per GPU   " + "  ".join(f"{name:>7}" for name in columns) + "  fits")
@@ -63,11 +60,8 @@ def plan_lines(plan: dict[str, Any]) -> Iterator[str]:
         yield f"compute-optimal (Hoffmann et al. 2022)     for this model          for {budget} FLOPs"
         for number in (1, 2, 3):
             row = optimal[f"approach {number}"]
-            size, tokens = amount(row["budget_parameters"]), amount(row["budget_tokens"])
-            yield (
-                f"  approach {number}:  {amount(row['model_tokens']):>8} tokens, {row['model_flops']:.2e} FLOPs;  "
-                f"{size:>8} parameters on {tokens} tokens"
-            )
+            best = f"{amount(row['budget_parameters']):>8} parameters on {amount(row['budget_tokens'])} tokens"
+            yield f"  approach {number}:  {amount(row['model_tokens']):>8} tokens, {row['model_flops']:.2e} FLOPs;  {best}"
     else:
         yield "an adopted model: no pretraining is planned (set pretrain.tokens to continue it on data.corpus)"
     if served := plan["served"]:

@@ -58,14 +58,9 @@ def run(config: Config) -> None:
             count = write_tasks(temporary, tasks, settings.tool, settings.interface, config.seed)
             counts = {"prompts": len(prompts), "items": len(tasks), "tasks": count, "chosen_of": len(drawn)}
             counts |= {"alike": alike, "too_long": too_long, "already_labelled": labelled}
-            record = asdict(settings) | {
-                "policy": ", ".join(policy_id for policy_id, _ in policies),
-                "seed": config.seed,
-                "max_new_tokens": config.rollout.max_new_tokens,
-                "counts": counts,
-                "files": hash_files(temporary),
-            }
-            write_json(temporary / RECORD, record)
+            how = {"policy": ", ".join(policy_id for policy_id, _ in policies), "seed": config.seed}
+            how |= {"max_new_tokens": config.rollout.max_new_tokens, "counts": counts, "files": hash_files(temporary)}
+            write_json(temporary / RECORD, asdict(settings) | how)
             step = next_step(out, settings.tool)
             (temporary / "README.md").write_text(step + "\n", encoding="utf-8")
     prompts_with = f"{len(tasks):,} prompts with {sum(len(task.responses) for task in tasks):,} responses"

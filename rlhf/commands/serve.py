@@ -114,8 +114,8 @@ def make(config: Config, folder: Path, loopback: bool, address: str, held: ExitS
         links = f"{labels.parent}/labelers.txt, manager.txt"
         say(f"serve: the links of {len(staff.secrets)} labelers, and the manager's: {links}")
     say(f"serve: {len(tasks)} labelling tasks, {len(file.records)} labels so far -> {labels}")
-    stages = listed(settings.stages) or None
-    models, context = held.enter_context(served_models(config, answered_by(folder), stages, settings.batch))
+    stages, answered = listed(settings.stages), answered_by(folder)
+    models, context = held.enter_context(served_models(config, answered, stages, settings.batch))
     thread = ModelThread(models, settings.batch, settings.queue, settings.max_new_tokens, context)
     say(f"serve: {', '.join(model.policy_id for model in models.values())}")
     gold, rules = load_gold(config, tasks), load_rules("serve.rules", settings.rules)

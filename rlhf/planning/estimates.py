@@ -180,11 +180,8 @@ def fewest_gpus(config: PlanConfig) -> int | None:
     def fits(gpus: int) -> bool:
         return largest(replace(config, gpus=gpus))[1] <= room(config)
 
-    if fits(1):
-        return 1
-    if not fits(MAX_GPUS):
-        return None
-    return 2 + bisect_left(range(2, MAX_GPUS), True, key=fits)
+    fewest = 1 if fits(1) else 2 + bisect_left(range(2, MAX_GPUS + 1), True, key=fits)
+    return fewest if fewest <= MAX_GPUS else None
 
 
 def suggest(config: PlanConfig) -> list[str]:
@@ -192,19 +189,17 @@ def suggest(config: PlanConfig) -> list[str]:
     fewest GPUs.
     """
     recomputing = (True,) if config.gradient_checkpointing else (False, True)
-    as_given = [replace(config, deepspeed=n, gradient_checkpointing=c) for c in recomputing for n in DEEPSPEED]
-    as_given.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])  # offloading costs more time than recomputing
     loras = [replace(config.lora, rank=config.lora.rank or 16, share_trunk=share) for share in (False, True)]
-    ways = [(x, n, c) for n in DEEPSPEED for x in loras for c in recomputing]
-    adapted = [replace(config, deepspeed=n, gradient_checkpointing=c, lora=x) for x, n, c in ways]
-    adapted.sort(key=lambda one: DEEPSPEED[one.deepspeed][1])
-    found = [
-        next((one for one in ladder if largest(one)[1] <= room(one) and accepted(one)), None)
-        for ladder in (as_given, adapted)
-    ]
-    if any(found):
-        return list(dict.fromkeys(as_overrides(one, config) for one in found if one is not None))
-    counts = [(count, one) for one in as_given if accepted(one) and (count := fewest_gpus(one)) is not None]
+    as_given = [(n, c, config.lora) for c in recomputing for n in DEEPSPEED]
+    ladders, found = [], []
+    for ways in (as_given, [(n, c, x) for n in DEEPSPEED for x in loras for c in recomputing]):
+        ways.sort(key=lambda way: DEEPSPEED[way[0]][1])  # offloading costs more time than recomputing
+        made = (replace(config, deepspeed=n, gradient_checkpointing=c, lora=x) for n, c, x in ways)
+        ladders.append([one for one in made if accepted(one)])
+        found += [one for one in ladders[-1] if largest(one)[1] <= room(one)][:1]
+    if found:
+        return list(dict.fromkeys(as_overrides(one, config) for one in found))
+    counts = [(count, one) for one in ladders[0] if (count := fewest_gpus(one)) is not None]
     if not counts:
         return []
     count, one = min(counts, key=lambda pair: pair[0])

@@ -12,20 +12,9 @@ from typing import Any, NamedTuple
 
 from rlhf.report import sections
 from rlhf.report.pictures import Mark, draw_svg, make_pictures, make_stage_figures, spread
+from rlhf.runs import run_files
 from rlhf.runs.progress import format_figure, format_seconds
-from rlhf.runs.run_files import (
-    RunFiles,
-    decimal,
-    entries,
-    entry_at,
-    memory,
-    number_at,
-    percent,
-    prompt_text,
-    read_run,
-    visible,
-    with_interval,
-)
+from rlhf.runs.run_files import RunFiles, decimal, entries, entry_at, number_at, percent, with_interval
 from rlhf.system.files import write_text, writing
 
 
@@ -105,14 +94,14 @@ def make_tiles(run: RunFiles, evaluated: bool = True) -> Iterator[Tile]:
     spent += [number_at(seconds) for name, seconds in entries(run.results, "seconds") if "/" in name]  # earlier rounds
     if seconds := sum(filter(None, spent)):
         peaks = filter(None, (number_at(stage.record, "peak_rss_mb") for stage in stages.values()))
-        yield Tile("Cost", format_seconds(seconds), "", f"peak memory {memory(max(peaks, default=None))}")
+        yield Tile("Cost", format_seconds(seconds), "", f"peak memory {run_files.memory(max(peaks, default=None))}")
 
 
 def compare_runs(folders: Sequence[Path]) -> list[str]:
     """A table as lines of text: the main numbers of each run, of the evaluation if all runs have one."""
     import pandas as pd
 
-    runs = [read_run(folder) for folder in folders]
+    runs = [run_files.read_run(folder) for folder in folders]
     evaluated = all(run.results and not outdated(run) for run in runs)
     tiles = [{tile.title: tile.value for tile in make_tiles(run, evaluated)} for run in runs]
     return pd.DataFrame(tiles, [run.name for run in runs]).fillna("–").to_string().splitlines()
@@ -125,21 +114,18 @@ def make_page(run: RunFiles) -> str:
     records = [stage.record for stage in run.stages.values()]
     complete = sum(stage.status == "complete" for stage in run.stages.values())
     facts = [f"{complete} of {len(run.stages)} stages complete"]
-    facts += [
-        f"the evaluation is of an earlier {name}: `rlhf evaluate overwrite=true` renews it" for name in outdated(run)
-    ]
+    facts += [f"the evaluation is of an earlier {s}: `rlhf evaluate overwrite=true` renews it" for s in outdated(run)]
     if seeds := {record["seed"] for record in records if isinstance(record.get("seed"), int)}:
         facts.append(f"seed {', '.join(map(str, sorted(seeds)))}")
     levels = (("noise ceiling, test", "noise_ceiling"), ("length only, test", "length_baseline"))
     known = ((label, number_at(run.results, "reward_model", key)) for label, key in levels)
     marks = {"Pair accuracy": [Mark(label, level) for label, level in known if level is not None]}
     curves = {name: list(make_stage_figures(name, stage.points, marks)) for name, stage in run.stages.items()}
-    loader = PackageLoader("rlhf.report", ".")
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=True, loader=loader
-    )
-    called = (entries, entry_at, number_at, prompt_text, sections.total, draw_svg, format_figure, spread)
-    environment.filters |= {"decimal": decimal, "memory": memory, "duration": format_seconds, "visible": visible}
+    strict: dict[str, Any] = {"undefined": StrictUndefined, "autoescape": True}
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, loader=PackageLoader("rlhf.report", "."), **strict)
+    called = (entries, entry_at, number_at, run_files.prompt_text, sections.total, draw_svg, format_figure, spread)
+    shown = (decimal, run_files.memory, run_files.visible)
+    environment.filters |= {function.__name__: function for function in shown} | {"duration": format_seconds}
     environment.globals |= {function.__name__: function for function in called}
     return environment.get_template("template.html").render(
         run=run,
@@ -165,7 +151,7 @@ def write_report(folder: Path, path: Path | None = None) -> Path:
     Works on a run that is complete, incomplete or empty. The same files give the same bytes.
     Raises: FileNotFoundError if the folder is none; UserError if the page cannot be written.
     """
-    page, path = make_page(read_run(folder)), path or folder / "report.html"
+    page, path = make_page(run_files.read_run(folder)), path or folder / "report.html"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)

@@ -134,8 +134,8 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
             async for chunk in completion.chunks():
                 yield openai_api.event({"id": letters[chunk.place], "text": chunk.text})
             for letter, one in zip(letters, completion.generations, strict=False):
-                about = {"policy": one.model.policy_id, "metadata": {"ended": one.finish == "stop"}}
-                responses.append(RankedResponse(id=letter, text=one.text.text.strip(), **about))
+                text, ended = one.text.text.strip(), {"ended": one.finish == "stop"}
+                responses.append(RankedResponse(id=letter, text=text, policy=one.model.policy_id, metadata=ended))
             name = f"comparison-{secrets.token_hex(8)}"
             labelling.add_comparison(Ranking(id=name, prompt=messages, responses=responses, labeler=labeler))
             yield openai_api.event({"name": name, "responses": [{"id": one.id, "text": one.text} for one in responses]})

@@ -57,17 +57,16 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
-def served_models(
-    config: Config, folder: Path, stages: list[str] | None, rows: int
-) -> Iterator[tuple[Models, Context]]:
-    """The named stages of a run, or all finished ones, loaded for batches of `rows` responses; and the context in which they run.
+def served_models(config: Config, folder: Path, stages: Sequence[str], rows: int) -> Iterator[tuple[Models, Context]]:
+    """The named stages of a run, all finished ones if none are named, loaded for batches of `rows` responses; and the context in which
+    they run.
 
     Raises: UserError if the run has none.
     """
     device = set_up(config)
     run = LoadedRun(folder, device.type, config.precision)
-    chosen = [stage for stage in run.policies if stages is None or stage in stages]
-    missing = [stage for stage in stages or [] if stage not in run.policies]
+    chosen = [stage for stage in run.policies if not stages or stage in stages]
+    missing = [stage for stage in stages if stage not in run.policies]
     if missing or not chosen:
         found = f"no finished {', '.join(missing) or 'policy'}: it has {', '.join(run.policies) or 'none'}"
         raise UserError(f"{folder}: {found}: run the stage, or choose others with serve.stages=…")

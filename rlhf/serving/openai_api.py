@@ -190,17 +190,11 @@ class Form:
         tokens, logprobs = one.tokens[chunk.first : chunk.last], one.logprobs[chunk.first : chunk.last]
         body: Reply = {"index": chunk.place, "finish_reason": chunk.finish, "logprobs": None}
         if self.asked.logprobs:
-            texts = map(self.model.spelled, tokens)
-            rows = [
-                {
-                    "token": text,
-                    "logprob": value,
-                    "bytes": None if "�" in text else list(text.encode()),
-                    "top_logprobs": [],
-                }
-                for text, value in zip(texts, logprobs, strict=True)
-            ]
-            body["logprobs"] = {"content": rows, "refusal": None}
+            texts = [self.model.spelled(token) for token in tokens]
+            coded = (None if "�" in text else list(text.encode()) for text in texts)
+            rows = zip(texts, logprobs, coded, strict=True)
+            content = [{"token": text, "logprob": y, "bytes": code, "top_logprobs": []} for text, y, code in rows]
+            body["logprobs"] = {"content": content, "refusal": None}
         if self.asked.return_token_ids:
             body["token_ids"] = tokens
         if not streamed:

@@ -50,10 +50,8 @@ HEADERS = [
 class RefusedError(Exception):
     """A request that is answered with an error. param: the field that is wrong; code: as in the OpenAI API."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Any = None
-    ):
-        super().__init__(message)
+    def __init__(self, status: int, text: str, param: str | None = None, code: str | None = None, headers: Any = None):
+        super().__init__(text)
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def response(self) -> Response:
