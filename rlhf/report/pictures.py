@@ -25,6 +25,14 @@ SMOOTH_FROM = 60
 # serves light and dark pages.
 SERIES = ("#2a5f99", "#c8641f", "#3f8257", "#8c5aa5", "#a8891c", "#b2455e")
 GRID, AXIS, MUTED = "#ecece7", "#b9bcb8", "#6f7782"
+STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "report", "axes.edgecolor": AXIS,
+    "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.xmargin": 0.0, "axes.ymargin": 0.07,
+    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in
+       (("labelcolor", MUTED), ("labelsize", 10), ("major.size", 0), ("minor.size", 0), ("major.pad", 5))},
+    "axes.axisbelow": True, "lines.solid_joinstyle": "round",
+    "path.simplify": True, "path.simplify_threshold": 0.5,  # a long curve, as far as the eye cannot see it; its peaks stay
+}  # fmt: skip
 VARIABLES = {colour: f"s{i}" for i, colour in enumerate(SERIES)} | {GRID: "grid", AXIS: "axis", MUTED: "muted"}
 
 
@@ -79,28 +87,20 @@ def spread(rows: Sequence[Any], count: int) -> list[Any]:
 
 
 def make_matplotlib_figure(picture: Picture, width: float, height: float) -> Any:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-    FigureCanvasSVG(figure)
     share_wide, share_high = 1 - (LEFT + RIGHT) / width, 1 - (TOP + BOTTOM) / height
     axes: Any = figure.add_axes((LEFT / width, BOTTOM / height, share_wide, share_high))
-    axes.spines[["left", "right", "top"]].set_visible(False)
-    axes.spines["bottom"].set_color(AXIS)
-    axes.tick_params(length=0, labelsize=10, labelcolor=MUTED, pad=5)
     axes.grid(axis="y", color=GRID, linewidth=1, clip_on=False)
-    axes.set_axisbelow(True)
-    axes.patch.set_visible(False)
-    axes.margins(0.0, 0.07)
     for mark in picture.marks:
         axes.axhline(mark.y, color=MUTED, linewidth=1, dashes=(3, 3), clip_on=False)
         place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(mark.label, (1, mark.y), (0, 3), color=MUTED, fontsize=9, ha="right", **place)
     for one in picture.series:
         colour = SERIES[one.colour % len(SERIES)]
-        style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round", "clip_on": False}
+        style: dict[str, Any] = {"color": colour, "clip_on": False}
         strong = style | {"linewidth": 1.6, "label": one.label}
         if one.lows:
             axes.fill_between(one.xs, one.lows, one.highs, color=colour, alpha=0.14, linewidth=0, clip_on=False)
@@ -128,9 +128,7 @@ def draw_svg(picture: Picture) -> str:
     import matplotlib
 
     out, (width, height) = io.StringIO(), HALF_SIZE if picture.half else SIZE
-    # a long curve is simplified as far as the eye cannot see it; its peaks stay
-    simplified: Any = {"path.simplify": True, "path.simplify_threshold": 0.5}
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", **simplified}):
+    with matplotlib.rc_context(STYLE):
         make_matplotlib_figure(picture, width, height).savefig(out, format="svg", transparent=True)
     svg = out.getvalue()
     svg = svg[svg.index(">", svg.index("<svg")) + 1 : svg.rindex("</svg>")]

@@ -195,7 +195,7 @@ def test_nothing_is_lost_silently(visit, site):
     save(page)
     second, [row] = task_of(page), rows(site[1])
     assert [len(tie) for tie in row["ranking"]] == [1, 1] and list(row["ratings"].values()) == [6]
-    assert list(row["flags"].values()) == [["satisfies_constraint", "fails_instruction"]]
+    assert list(row["flags"].values()) == [["fails_instruction", "satisfies_constraint"]]
     assert row["metadata"]["note"] == "half done"
     page.keyboard.press("3")
     page.get_by_role("button", name="Undo the last").click()  # can be cancelled, and the draft is there again

@@ -1,23 +1,24 @@
 // One prompt to several models, side by side; the models are named after the judgement.
 
-import { attempt, button, el, events, field, post, say, temperatureBox, turnsOf } from "./dom.js";
+import { attempt, button, checked, el, events, field, post, say, temperatureBox, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeCompare(panel, me) {
   const prompt = el("textarea", { rows: 3 });
-  const boxes = me.models.map((name, i) => el("input", { type: "checkbox", value: name, checked: i >= me.models.length - 2 }));
+  const boxes = me.models.map((name, i) => el("label", { class: "inline" },
+    el("input", { type: "checkbox", value: name, checked: i >= me.models.length - 2 }), name));
   const temperature = temperatureBox();
   const draw = button("Ask all", onDraw, { class: "main" });
   const place = el("div");
   const save = button("Save the judgement", () => onSave(false), { class: "main" });
   const bad = button("All are bad", () => onSave(true));
   panel.append(field("Prompt", prompt, true),
-    el("div", { class: "row" }, ...boxes.map((box) => el("label", { class: "inline" }, box, box.value)), field("Temperature", temperature), draw),
+    el("div", { class: "row" }, ...boxes, field("Temperature", temperature), draw),
     place);
   let name = null, ranking = null; // of the comparison to judge
 
   function onDraw() {
-    const models = boxes.filter((box) => box.checked).map((box) => box.value);
+    const models = boxes.flatMap(checked);
     if (models.length < 2 || !prompt.value.trim()) { say("Write a prompt, and choose two models or more.", true); return; }
     return start([{ role: "user", content: prompt.value.trim() }], models);
   }

@@ -17,6 +17,7 @@ export const button = (label, onclick, more = {}) => el("button", { onclick, ...
 export const choice = (names, value, values = names) => el("select", { value }, ...names.map((name, i) => el("option", { value: values[i] }, name)));
 export const temperatureBox = () => el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
 export const instructionsOf = (me, more) => el("details", more, el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions));
+export const checked = (inside) => [...inside.querySelectorAll("input:checked")].map((box) => box.value);
 export const withControlEnter = (place, does) => place.addEventListener("keydown", ({ key, ctrlKey, metaKey }) => {
   if (key === "Enter" && (ctrlKey || metaKey)) does();
 });

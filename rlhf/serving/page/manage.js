@@ -1,13 +1,12 @@
 // The page of who runs the labelling: progress, labelers, where they disagree, and the instructions. Nothing needs a restart.
 
-import { attempt, button, el, field, get, post, say, textOf, turnsOf } from "./dom.js";
+import { attempt, button, checked, el, field, get, post, say, textOf, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeManage(panel, me) {
   const bar = el("progress", { value: 0, max: 1, "aria-label": "Labels given" });
   const about = el("p", { class: "name" });
   const people = el("tbody"), tasks = el("tbody"), task = el("div"), names = el("span", { class: "row" });
-  const checked = (inside) => [...inside.querySelectorAll("input:checked")].map((box) => box.value);
   const name = el("input", { type: "text" });
   const link = el("p", { class: "text", role: "status" });
   const text = el("textarea", { rows: 12 });

@@ -1,7 +1,7 @@
 // Responses to put in order, best first: by number keys, by clicking, or by dragging; with ties, ratings and flags.
 // The cards never move. The strip has a chip per response in the order of the ranking, then a divider, then those not ranked.
 
-import { button as plainButton, differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
+import { button as plainButton, checked, differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
 
 const button = (label, onclick, more = {}) => plainButton(label, onclick, { class: "small", ...more });
 
@@ -128,26 +128,20 @@ export class Ranking {
   }
 
   rating(id, name) {
-    const choices = [1, 2, 3, 4, 5, 6, 7].map((value) => {
-      const input = el("input", { type: "radio", name: `rating-${this.group}-${id}`, value, checked: this.ratings[id] === value,
-        "aria-label": `${name}: quality ${value} of 7`, onchange: () => { this.ratings[id] = value; this.changed(); } });
-      return el("label", {}, input, el("span", {}, String(value)));
-    });
+    const choices = [1, 2, 3, 4, 5, 6, 7].map((value) => el("label", {},
+      el("input", { type: "radio", name: `rating-${this.group}-${id}`, value, checked: this.ratings[id] === value,
+        "aria-label": `${name}: quality ${value} of 7`, onchange: () => { this.ratings[id] = value; this.changed(); } }), el("span", {}, value)));
     return el("fieldset", { class: "rating" }, el("legend", {}, "Quality, 1 worst to 7 best"), ...choices);
   }
 
   flagBox(id, name) {
-    const chosen = new Set(this.flagged[id] ?? []);
+    const chosen = this.flagged[id] ?? [];
     let letter = 97; // of a
-    const box = ([flag, meaning]) => el("label", {},
-      el("input", { type: "checkbox", checked: chosen.has(flag), onchange: ({ target }) => {
-        if (target.checked) chosen.add(flag);
-        else chosen.delete(flag);
-        this.flagged[id] = [...chosen];
-        this.changed();
-      } }), " ", letter <= 122 ? el("kbd", {}, String.fromCharCode(letter++)) : "", ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning));
-    return el("details", { open: chosen.size > 0 }, el("summary", { "aria-label": `${name}: flags` }, "Flags"),
-      el("div", { class: "flags" }, ...Object.entries(this.flags).flatMap(([heading, flags]) => [el("strong", {}, heading), ...flags.map(box)])));
+    const box = ([flag, meaning]) => el("label", {}, el("input", { type: "checkbox", value: flag, checked: chosen.includes(flag) }), " ",
+      letter <= 122 ? el("kbd", {}, String.fromCharCode(letter++)) : "", ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning));
+    const boxes = el("div", { class: "flags", onchange: () => { this.flagged[id] = checked(boxes); this.changed(); } },
+      ...Object.entries(this.flags).flatMap(([heading, flags]) => [el("strong", {}, heading), ...flags.map(box)]));
+    return el("details", { open: chosen.length > 0 }, el("summary", { "aria-label": `${name}: flags` }, "Flags"), boxes);
   }
 
   // The other chips move past the dragged one: an element that is put into the document anew loses the pointer. Let go before the
