@@ -83,9 +83,6 @@ def spread(rows: Sequence[Any], count: int) -> list[Any]:
     return [rows[i] for i in sorted({round(i * last / (count - 1)) for i in range(count)})]
 
 
-# --- matplotlib's figure ------------------------------------------------------------------------------------
-
-
 def make_matplotlib_figure(picture: Picture, width: float, height: float) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -204,9 +201,6 @@ def make_frontier(points: Points) -> list[Picture]:
         if pictures:
             return pictures
     return []
-
-
-# --- of an evaluation ---------------------------------------------------------------------------------------
 
 
 def make_pictures(run: RunFiles) -> Iterator[Picture]:

@@ -174,9 +174,6 @@ def audit_lines(audit: dict[str, Any]) -> list[tuple[str, str]]:
     return [(visible(decision, 100) + limit, collect), *said]
 
 
-# --- answers ------------------------------------------------------------------------------------------------
-
-
 def make_rollouts(run: RunFiles) -> list[list[dict[str, Any]]]:
     """Answers to the first few fixed prompts during PPO, each at a few steps: rows of ppo/samples.jsonl, by prompt."""
     prompts: dict[str, list[dict[str, Any]]] = {}

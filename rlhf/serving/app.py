@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, Body, Depends, FastAPI, Request
+from fastapi import Body, Depends, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import Field
 
 from rlhf.data.records import RankedResponse, Ranking
 from rlhf.serving import openai_api
-from rlhf.serving.labelling import Labelling, make_label_router
+from rlhf.serving.labelling import Labelling, make_label_router, task_body
 from rlhf.serving.managing import Rounds, Staff, make_manage_router
 from rlhf.serving.models import Completion, ModelThread
 from rlhf.serving.openai_api import Id, Messages, MostTokens, Reply, Strict, Temperature
@@ -63,12 +63,12 @@ def make_app(
             raise RefusedError(403, "your labelling is paused: ask who runs it")
         return who
 
+    labeler_of_request: Any = Depends(labeler_of)
     app = FastAPI(title="rlhf serve", docs_url=None, redoc_url=None, exception_handlers=ERRORS)
     app.include_router(openai_api.make_router(thread))
-    app.include_router(make_label_router(labelling, Depends(labeler_of)))
+    app.include_router(make_label_router(labelling, labeler_of_request))
     if staff:
         app.include_router(make_manage_router(labelling, staff, rounds))
-    app.include_router(make_model_router(thread, labelling, Depends(labeler_of)))
 
     @app.post("/api/session")
     async def open_session(token: Annotated[str, Body(embed=True)]) -> Response:
@@ -96,20 +96,7 @@ def make_app(
             "instructions": labelling.instructions,
         }
 
-    app.mount("/page", StaticFiles(directory=PAGE))
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
-    return Guard(app, access)
-
-
-def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> APIRouter:
-    """The shading of a response's tokens, and one prompt to several models."""
-    router = APIRouter(prefix="/api")
-
-    @router.post("/shading")
+    @app.post("/api/shading")
     async def shading(asked: ShadingRequest) -> Reply:
         model, ids = thread.find(asked.model), asked.token_ids
         reference = thread.find(asked.reference or asked.model, "reference")
@@ -119,8 +106,8 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
         logprobs, kl = await thread.call(judge_tokens, model.policy, reference.policy, prompt, ids)
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
 
-    @router.post("/compare")
-    async def compare(asked: CompareRequest, labeler: str = who) -> Response:
+    @app.post("/api/compare")
+    async def compare(asked: CompareRequest, labeler: str = labeler_of_request) -> Response:
         models = [thread.find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
         messages = openai_api.records_of(asked.messages)
@@ -137,9 +124,16 @@ def make_model_router(thread: ModelThread, labelling: Labelling, who: Any) -> AP
                 text, ended = one.text.text.strip(), {"ended": one.finish == "stop"}
                 responses.append(RankedResponse(id=letter, text=text, policy=one.model.policy_id, metadata=ended))
             name = f"comparison-{secrets.token_hex(8)}"
-            labelling.add_comparison(Ranking(id=name, prompt=messages, responses=responses, labeler=labeler))
-            yield openai_api.event({"name": name, "responses": [{"id": one.id, "text": one.text} for one in responses]})
+            comparison = Ranking(id=name, prompt=messages, responses=responses, labeler=labeler)
+            labelling.add_comparison(comparison)
+            yield openai_api.event(task_body(comparison))
 
         return openai_api.EventStream(completion, events())
 
-    return router
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    return Guard(app, access)

@@ -99,9 +99,6 @@ class ScoreRequest(Strict):
     ended: list[bool] = []  # whether each has its end token; all unless given
 
 
-# ------------------------------------------------------------------------------------------- prompts
-
-
 def refuse_long(model: ServedModel, texts: Sequence[str], param: str) -> None:
     """Raises: RefusedError for texts of more characters than the context can hold."""
     if (size := sum(map(len, texts))) > CHARACTERS * model.context:
@@ -114,9 +111,6 @@ async def chat_prompt(model: ServedModel, messages: Sequence[Message]) -> tuple[
     refuse_long(model, [message.content for message in messages], "messages")
     ids = await asyncio.to_thread(encode_prompt, model.tokenizer, messages)
     return model, ids, ("generate", prompt_key(messages))
-
-
-# ------------------------------------------------------------------------------------------- routes
 
 
 def make_router(thread: ModelThread) -> APIRouter:

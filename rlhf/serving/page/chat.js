@@ -93,8 +93,8 @@ export function makeChat(panel, me, compare) {
     setRunning(new AbortController());
     say("");
     try {
-      const body = { model: model.value, messages: asked, temperature: temperature.valueAsNumber, stream: true, return_token_ids: true };
-      if (seed.value !== "") body.seed = Number(seed.value);
+      const body = { model: model.value, messages: asked, temperature: temperature.valueAsNumber, stream: true, return_token_ids: true,
+        seed: seed.value === "" ? null : Number(seed.value) };
       for await (const { choices: [{ delta, token_ids, finish_reason }] } of events("/v1/chat/completions", body, running.signal)) {
         turn.content += delta.content;
         turn.ids.push(...token_ids);
