@@ -9,7 +9,7 @@ from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.runs.metric_table import CHARTS, COST, X_AXES, Chart, metric_pattern
 from rlhf.runs.trackers import project_of
-from rlhf.system.files import read_json, write_json, writing
+from rlhf.system.files import read_json, write_json
 from rlhf.system.terminal import say
 
 SEND_TIMEOUT = 60.0  # seconds after which a server that does not answer is given up
@@ -56,8 +56,6 @@ def run(config: Config) -> None:
     if "url" not in answer:
         refused = f"W&B did not take it ({answer.get('reason', f'no answer within {SEND_TIMEOUT:.0f} s')})"
         raise UserError(f"dashboard: {refused}: check WANDB_API_KEY, WANDB_BASE_URL and tracking.entity")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, place | {"url": answer["url"]})
     say(f"dashboard: {answer['url']}")
 

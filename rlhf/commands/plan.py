@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.config import PlanConfig
-from rlhf.errors import UserError
 from rlhf.planning.estimates import BYTE_PARTS, make_plan, peak_bytes
 from rlhf.system.files import check_replaceable, write_json
 from rlhf.system.memory import GB
@@ -19,8 +18,6 @@ def run(config: PlanConfig) -> None:
         say(line)
     if config.out is not None:
         path = Path(config.out) if config.out.endswith(".json") else Path(config.out) / "plan.json"
-        if not path.parent.is_dir():
-            raise UserError(f"out={config.out}: there is no folder {path.parent}: create it, or choose another out=…")
         check_replaceable(path, config.overwrite, "out", "file", Path.is_file)
         write_json(path, plan)
         say(f"written to {path}")

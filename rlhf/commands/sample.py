@@ -171,8 +171,7 @@ def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dic
     rng = random.Random(f"sides-{seed}-{task.id}")
     for one, other in combinations(task.responses, 2):
         left, right = (one, other) if rng.random() < 0.5 else (other, one)
-        texts = {"left": left.text, "right": right.text, "left_id": left.id, "right_id": right.id}
-        yield data(texts, [left, right])
+        yield data({"left": left.text, "right": right.text, "left_id": left.id, "right_id": right.id}, [left, right])
 
 
 def label_studio_config(interface: str) -> str:

@@ -13,8 +13,9 @@ from rlhf.config.setting import FromEnvironment, listed
 from rlhf.data.encoding import names_of
 from rlhf.data.reading import load_comparisons, load_rules
 from rlhf.data.records import first_repeat
-from rlhf.errors import UserError, optional
+from rlhf.errors import UserError, optional, reading
 from rlhf.runs.folders import existing_run, read_record, refuse_inside_stage, run_folder, stages_of
+from rlhf.system.files import check_regular
 from rlhf.system.terminal import say
 
 LEAST_SECRET = 16  # characters of serve.token
@@ -133,12 +134,9 @@ def make(config: Config, folder: Path, loopback: bool, address: str, held: ExitS
 
 def read_instructions(path: Path) -> str:
     """The text of serve.instructions. Raises: UserError if it is not a text file."""
-    if not path.is_file():
-        raise UserError(f"serve.instructions={path}: no such file: want a text file")
-    try:
+    check_regular(path)
+    with reading(f"serve.instructions={path}: not readable", "want a text file in UTF-8"):
         return path.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"serve.instructions={path}: is not UTF-8: save it as UTF-8") from None
 
 
 def load_gold(config: Config, tasks: list[Any]) -> dict[str, Any]:

@@ -174,8 +174,7 @@ def model_state_bytes(parameters: int, world: int, zero: int, dtype: str, *, off
         "optimizer": optimizer * (share if zero >= 1 else parameters),
     }
     moved = ("gradients", "optimizer") + (("weights",) if zero == 3 else ()) if offload else ()
-    host = sum(held[part] for part in moved)
-    return {**held, **dict.fromkeys(moved, 0), "host": host}
+    return {**held, **dict.fromkeys(moved, 0), "host": sum(held[part] for part in moved)}
 
 
 def frozen_bytes(parameters: int, linear: int, world: int, zero: int, dtype: str) -> int:

@@ -15,7 +15,7 @@ from rlhf.report.pictures import Mark, draw_svg, make_pictures, make_stage_figur
 from rlhf.runs import run_files
 from rlhf.runs.progress import format_figure, format_seconds
 from rlhf.runs.run_files import RunFiles, decimal, entries, entry_at, number_at, percent, with_interval
-from rlhf.system.files import write_text, writing
+from rlhf.system.files import write_text
 
 
 class Tile(NamedTuple):
@@ -152,7 +152,5 @@ def write_report(folder: Path, path: Path | None = None) -> Path:
     Raises: FileNotFoundError if the folder is none; UserError if the page cannot be written.
     """
     page, path = make_page(run_files.read_run(folder)), path or folder / "report.html"
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, page)
     return path

@@ -133,8 +133,7 @@ def draw_svg(picture: Picture) -> str:
     svg = re.sub(r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text)_\d+"', "", svg)
     svg = re.sub(r"font(-\w+)?: [^;\"]*; ?", "", svg)  # the page chooses the font
     svg = re.sub(r' transform="rotate\(-?0 [^"]*"|<g/>', "", svg).replace("xlink:href", "href")
-    numbers = re.compile(r"-?\d+\.\d{2,}")
-    rounded = partial(numbers.sub, lambda number: f"{float(number[0]):.1f}".removesuffix(".0"))
+    rounded = partial(re.compile(r"-?\d+\.\d{2,}").sub, lambda number: f"{float(number[0]):.1f}".removesuffix(".0"))
     svg = re.sub(r'(?<= )(?:d|x|y|style)="[^"]*"', lambda attribute: rounded(attribute[0]), svg)
     svg = re.sub(r"\s*\n\s*", " ", svg)
     for colour, name in VARIABLES.items():

@@ -303,5 +303,4 @@ def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
                 "difference": d, "surprise": [float(np.logaddexp(0.0, -x)) for x in d],
             })  # fmt: skip
     pairs.sort(key=lambda pair: -pair["surprise"][1])
-    held_out = shares.pop("held_out")
-    return {"held_out": held_out, "new": shares, "pairs": pairs[:SHOWN_PAIRS]}
+    return {"held_out": shares.pop("held_out"), "new": shares, "pairs": pairs[:SHOWN_PAIRS]}

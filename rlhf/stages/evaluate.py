@@ -51,7 +51,6 @@ def run(config: Config) -> None:
         with inference(config, set_up(config)) as device:
             results = EVALUATIONS[name](config, device)
         path = run_folder(config) / "evaluations" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, results)
         for line in [*describe(results, name), path]:
             say(f"evaluate: {line}")

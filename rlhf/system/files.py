@@ -46,11 +46,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str, errors: str = "replace", mode: int = 0o666) -> None:
-    """Write a file atomically: a reader sees the old one or the new one, and a failed attempt leaves nothing.
-    Raises: UserError if the disk is full or refuses.
+    """Write a file atomically, and its folder if there is none: a reader sees the old one or the new one, and a failed attempt leaves
+    nothing of it. Raises: UserError if the disk is full or refuses.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         opener = functools.partial(os.open, mode=mode)
         with open(temporary, "w", encoding="utf-8", errors=errors, opener=opener) as file:
             file.write(text)
