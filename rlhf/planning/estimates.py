@@ -90,8 +90,7 @@ def trained_and_frozen(config: PlanConfig, stage: str) -> tuple[int, list[tuple[
     if config.lora.share_trunk:  # one copy of the weights; each reward model has its adapters
         return trained, [language] + [(adapters + head, adapters)] * reward_models(config)
     # the reference is the policy without its adapters, but under ZeRO-3 a model of its own
-    references = 1 + config.deepspeed.startswith("zero3")
-    return trained, [language] * references + [scalar] * (own + reward_models(config))
+    return trained, [language] * (1 + config.deepspeed.startswith("zero3")) + [scalar] * (own + reward_models(config))
 
 
 def row_bytes(config: PlanConfig, stage: str) -> int:

@@ -216,8 +216,7 @@ def block_activation_bytes(shape: Shape, dtype: str, dropout: float = 0.0) -> in
     norms = 2 * width * (2 if shape.norm == "layernorm" else 3)  # input and output of both
     elements = norms + shape.attention_units + shape.hidden_units
     statistics = 2 * 4 * (2 if shape.norm == "layernorm" else 1)
-    masks = 2 * width if dropout > 0 else 0
-    return element * elements + statistics + masks + 4 * shape.n_head
+    return element * elements + statistics + (2 * width if dropout > 0 else 0) + 4 * shape.n_head
 
 
 def working_bytes(shape: Shape, dtype: str) -> int:

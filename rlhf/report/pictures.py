@@ -79,8 +79,7 @@ class Picture:
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
     """At most `count` of the rows, evenly spread, first and last among them."""
-    last = len(rows) - 1
-    return [rows[i] for i in sorted({round(i * last / (count - 1)) for i in range(count)})]
+    return [rows[i] for i in sorted({round(i * (len(rows) - 1) / (count - 1)) for i in range(count)})]
 
 
 def make_matplotlib_figure(picture: Picture, width: float, height: float) -> Any:
@@ -141,9 +140,6 @@ def draw_svg(picture: Picture) -> str:
     label = ", ".join(filter(None, [picture.title, *(one.label for one in picture.series)]))
     box = f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(label, quote=True)}"'
     return f"<svg {box}>{svg}</svg>"
-
-
-# --- the charts of a stage ------------------------------------------------------------------------------------
 
 
 def make_figure(chart: Chart, points: Points, marks: Sequence[Mark] = (), rest: bool = False) -> Picture | None:

@@ -54,9 +54,6 @@ class Section(NamedTuple):
     tables: Sequence[Table]
 
 
-# --- figures of JSON files as tables ------------------------------------------------------------------------
-
-
 def titled(key: str) -> str:
     return TITLES.get(key, visible(key.replace("_", " "), 100))
 
@@ -188,9 +185,6 @@ def make_rollouts(run: RunFiles) -> list[list[dict[str, Any]]]:
 def total(gold: Any) -> float | None:
     """The judge's score of a response, which may be given in parts."""
     return number_at(gold, "total") if isinstance(gold, dict) else number_at(gold)
-
-
-# --- settings, versions, data -------------------------------------------------------------------------------
 
 
 def make_differences(run: RunFiles) -> Table:

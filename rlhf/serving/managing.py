@@ -187,8 +187,7 @@ def overview_of(labelling: Labelling, staff: Staff) -> dict[str, Any]:
         tasks.append(task | {"clashes": clashes, "pairs": clashes + sum(len(a & b) for a, b in two)})
         wanted += len(to) or per_task
         done += len(by_labeler.keys() & set(to)) if to else min(per_task, len(by_labeler))
-    progress = {"done": done, "wanted": wanted}
-    return {"people": people, "tasks": tasks, "instructions": labelling.instructions} | progress
+    return {"people": people, "tasks": tasks, "done": done, "wanted": wanted, "instructions": labelling.instructions}
 
 
 def warnings_of(records: list[Ranking]) -> list[str]:

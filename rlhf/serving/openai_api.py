@@ -27,8 +27,6 @@ CHARACTERS = 32  # per token of the context: a longer text is refused before it 
 Reply = dict[str, Any]
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-# ------------------------------------------------------------------------------------------- requests
-
 Stop = Annotated[Text, Field(min_length=1, max_length=200)]
 Id = Annotated[Text, Field(min_length=1, max_length=500)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
@@ -160,9 +158,6 @@ def make_router(thread: ModelThread) -> APIRouter:
         return {"object": "list", "model": f"{run.folder.name}/reward", "data": data}
 
     return router
-
-
-# ------------------------------------------------------------------------------------------- responses
 
 
 class Form:

@@ -30,9 +30,8 @@ document.addEventListener("keydown", (event) => {
   const typing = event.target.closest("textarea, select, input:not([type=radio], [type=checkbox])");
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   const shown = NAMES.find((name) => !document.getElementById(name).hidden);
-  if (event.key !== "Enter") {
-    if (panels[shown]?.onKey?.(event)) event.preventDefault();
-  } else if (!event.target.closest("button, summary, a")) panels[shown]?.onEnter?.();
+  if (event.key === "Enter" && event.target.closest("button, summary, a")) return;
+  if (panels[shown]?.onKey?.(event)) event.preventDefault();
 });
 
 function onTabKey(event) {

@@ -64,5 +64,6 @@ export function makeCompare(panel, me) {
     }, "Not saved. ");
     save.disabled = bad.disabled = saved;
   }
-  return { start, onKey: (event) => ranking?.onKey(event), onEnter: () => { if (ranking && !save.disabled) onSave(false); } };
+  const onKey = (event) => (ranking && event.key === "Enter" ? save.click() : ranking?.onKey(event));
+  return { start, onKey };
 }

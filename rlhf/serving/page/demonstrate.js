@@ -1,6 +1,6 @@
 // Write the ideal response to a prompt: of the next task, or one's own. The task's responses can be edited.
 
-import { attempt, button, draft, el, field, get, instructionsOf, post, say, stopwatch, submissionId, turnsOf, withControlEnter } from "./dom.js";
+import { attempt, attempting, button, draft, el, field, get, instructionsOf, post, say, stopwatch, submissionId, turnsOf, withControlEnter } from "./dom.js";
 
 export function makeDemonstrate(panel, me) {
   const shown = el("div");
@@ -49,13 +49,11 @@ export function makeDemonstrate(panel, me) {
     response.focus();
   }
 
-  async function next() {
-    await attempt(async () => {
-      const found = (await get("/api/demonstrate/next")).task, before = saved.get();
-      open(before && !before.task ? null : found);
-      if (before && before.task === task) [own.value, response.value, edited] = [before.own, before.response, before.edited]; // before a reload
-    });
-  }
+  const next = attempting(async () => {
+    const found = (await get("/api/demonstrate/next")).task, before = saved.get();
+    open(before && !before.task ? null : found);
+    if (before && before.task === task) [own.value, response.value, edited] = [before.own, before.response, before.edited]; // before a reload
+  });
 
   async function onSave() {
     const prompt = messages ?? [{ role: "user", content: own.value.trim() }];

@@ -37,6 +37,8 @@ export async function attempt(does, failed = "") {
   }
 }
 
+export const attempting = (does) => (...of) => attempt(() => does(...of));
+
 // What was typed and not saved, in this browser, apart for each labeler: it survives a reload.
 export function draft(me, name) {
   const key = `rlhf ${me.labeler} ${name}`;

@@ -1,6 +1,6 @@
 // The next labelling task: prompt, responses to rank, save, undo; progress. The prompt and the buttons stay in view.
 
-import { attempt, button, draft, el, field, get, instructionsOf, post, say, turnsOf } from "./dom.js";
+import { attempting, button, draft, el, field, get, instructionsOf, post, say, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], ["Backspace", "unrank the last"], ["j, k", "next response, the one before"],
@@ -19,9 +19,9 @@ export function makeRank(panel, me) {
   const strip = el("div");
   const save = button("Save", () => submit(false), { class: "main", disabled: true });
   const unable = button("Cannot judge", () => submit(true));
-  const cancel = button("Cancel", next, { hidden: true });
+  const cancel = button("Cancel", () => next(), { hidden: true });
   panel.append(el("div", { class: "row help" }, guide, keys), place, cards, field("Note", note, true),
-    el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, unable, button("Undo the last", onUndo), cancel, about)));
+    el("div", { class: "bar" }, strip, el("div", { class: "row" }, save, unable, button("Undo the last", () => undo()), cancel, about)));
   let task = null, ranking = null, replaces = null, busy = false, sure = false, saved = null;
 
   function onEnter() { if (!save.disabled) submit(false); }
@@ -34,7 +34,7 @@ export function makeRank(panel, me) {
   function onKey(event) {
     if (!task) return false;
     if (ranking.onKey(event)) return true;
-    const does = { u: onUndo, x: () => submit(true), n: () => note.focus(), "?": () => { keys.open = !keys.open; } }[event.key];
+    const does = { Enter: onEnter, u: undo, x: () => submit(true), n: () => note.focus(), "?": () => { keys.open = !keys.open; } }[event.key];
     does?.();
     return does !== undefined;
   }
@@ -69,13 +69,11 @@ export function makeRank(panel, me) {
     if (!answer) window.scrollTo(0, 0);
   }
 
-  async function next() {
-    await attempt(async () => {
-      const { task: found, progress } = await get("/api/rank/next");
-      about.textContent = `${progress.done} labelled, ${progress.left} to go`;
-      open(found, null);
-    });
-  }
+  const next = attempting(async () => {
+    const { task: found, progress } = await get("/api/rank/next");
+    about.textContent = `${progress.done} labelled, ${progress.left} to go`;
+    open(found, null);
+  });
 
   async function submit(cannot) {
     if (!task || busy) return;
@@ -98,12 +96,10 @@ export function makeRank(panel, me) {
     if (ranking) save.disabled = ranking.placed < 2;
   }
 
-  async function onUndo() {
-    await attempt(async () => {
-      const { task: found, answer } = await get("/api/rank/last");
-      open(found, answer);
-      say("Your last answer: change it and save, or cancel.");
-    });
-  }
-  return { show: () => { if (!task) next(); }, onKey, onEnter };
+  const undo = attempting(async () => {
+    const { task: found, answer } = await get("/api/rank/last");
+    open(found, answer);
+    say("Your last answer: change it and save, or cancel.");
+  });
+  return { show: () => { if (!task) next(); }, onKey };
 }
