@@ -1,5 +1,6 @@
 """The plan of a configuration: bytes per GPU, stage and part, whether they fit, hours, compute-optimal sizes."""
 
+import contextlib
 from bisect import bisect_left
 from dataclasses import asdict, replace
 from typing import Any
@@ -190,11 +191,15 @@ def suggest(config: PlanConfig) -> list[str]:
     recomputing = (True,) if config.gradient_checkpointing else (False, True)
     loras = [replace(config.lora, rank=config.lora.rank or 16, share_trunk=share) for share in (False, True)]
     as_given = [(n, c, config.lora) for c in recomputing for n in DEEPSPEED]
-    ladders, found = [], []
+    ladders, found = list[list[PlanConfig]](), list[PlanConfig]()
     for ways in (as_given, [(n, c, x) for n in DEEPSPEED for x in loras for c in recomputing]):
         ways.sort(key=lambda way: DEEPSPEED[way[0]][1])  # offloading costs more time than recomputing
-        made = (replace(config, deepspeed=n, gradient_checkpointing=c, lora=x) for n, c, x in ways)
-        ladders.append([one for one in made if accepted(one)])
+        ladders.append([])
+        for n, c, x in ways:
+            with contextlib.suppress(UserError):  # settings that do not go together
+                one = replace(config, deepspeed=n, gradient_checkpointing=c, lora=x)
+                check_config(one, "plan")
+                ladders[-1].append(one)
         found += [one for one in ladders[-1] if largest(one)[1] <= room(one)][:1]
     if found:
         return list(dict.fromkeys(as_overrides(one, config) for one in found))
@@ -203,15 +208,6 @@ def suggest(config: PlanConfig) -> list[str]:
         return []
     count, one = min(counts, key=lambda pair: pair[0])
     return [as_overrides(replace(one, gpus=count), config)]
-
-
-def accepted(config: PlanConfig) -> bool:
-    """Whether the settings go together."""
-    try:
-        check_config(config, "plan")
-    except UserError:
-        return False
-    return True
 
 
 def as_overrides(config: PlanConfig, given: PlanConfig) -> str:

@@ -173,8 +173,6 @@ class Labelling:
         if counts:  # and is not of an earlier draw under the same name
             table[name][labeler] = record
 
-    # ------------------------------------------------------------------------------------------------- ranking
-
     def next_task(self, labeler: str) -> Ranking | None:
         """The labeler's current task, or the next one; None if there is none left."""
         with self.lock:
@@ -302,8 +300,6 @@ class Labelling:
         with self.lock:
             left = sum(self._is_wanted(name, labeler, self.ranked[name]) for name in self.tasks)
         return {"done": len(self.said_by(labeler)), "left": left}
-
-    # ---------------------------------------------------------------------------- comparisons, demonstrations
 
     def add_comparison(self, comparison: Ranking) -> None:
         """Remember a comparison of models until its labeler judges it."""

@@ -78,9 +78,6 @@ def served_models(config: Config, folder: Path, stages: Sequence[str], rows: int
         yield {model.name: model for model in models}, partial(inference, config, device)
 
 
-# --------------------------------------------------------------------------------------------- requests
-
-
 class Chunk(NamedTuple):
     """New text of one response and the positions of its tokens; the reason if it has ended."""
 
@@ -173,9 +170,6 @@ class Completion:
             for place, one in enumerate(self.generations):
                 if one.finish is None and (chunk := one.next_chunk(place)) is not None:
                     yield chunk
-
-
-# --------------------------------------------------------------------------------------------- queue, batch and thread
 
 
 class Queue:

@@ -15,7 +15,10 @@ export function makeRank(panel, me) {
   const about = el("span", { class: "name" });
   const place = el("div", { class: "ask" });
   const cards = el("div");
-  const note = el("input", { type: "text", maxLength: 2000, oninput: () => ranking?.changed(), onkeydown: onNoteKey });
+  const note = el("input", { type: "text", maxLength: 2000, oninput: () => ranking?.changed(), onkeydown: ({ key }) => {
+    if (key === "Escape") note.blur();
+    if (key === "Enter") onEnter();
+  } });
   const strip = el("div");
   const save = button("Save", () => submit(false), { class: "main", disabled: true });
   const unable = button("Cannot judge", () => submit(true));
@@ -25,11 +28,6 @@ export function makeRank(panel, me) {
   let task = null, ranking = null, replaces = null, busy = false, sure = false, saved = null;
 
   function onEnter() { if (!save.disabled) submit(false); }
-
-  function onNoteKey({ key }) {
-    if (key === "Escape") note.blur();
-    if (key === "Enter") onEnter();
-  }
 
   function onKey(event) {
     if (!task) return false;
