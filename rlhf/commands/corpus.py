@@ -30,8 +30,7 @@ SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?:\s|$)")
 
 def run(config: CorpusConfig) -> None:
     """Write out/corpus.jsonl, rows with `text`; documents.jsonl, what became of each document; report.json, their numbers."""
-    assert config.out is not None
-    out = Path(os.path.abspath(config.out))
+    out = Path(os.path.abspath(config.out or ""))
     with held(out):
         check_replaceable(out, config.overwrite, "out", "corpus", lambda folder: (folder / "documents.jsonl").is_file())
         with replaced(out) as folder:

@@ -18,8 +18,7 @@ def run(config: ImportConfig) -> None:
     from rlhf.data.storage import is_import, read_assignments, seal
     from rlhf.runs.progress import Progress
 
-    assert config.out is not None
-    out = Path(os.path.abspath(config.out))
+    out = Path(os.path.abspath(config.out or ""))
     too_many_rejects = out.with_name(out.name + ".partial")
     sources = resolve_sources(config.path, RECORD_SUFFIXES, setting="path")
     with held(out):

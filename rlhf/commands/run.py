@@ -203,9 +203,7 @@ def plain(value: Any) -> Any:
     """A value as settings hold it: functions as `module:name`, paths as text."""
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
-    if isinstance(value, Path):
-        return str(value)
-    return named(value) if callable(value) else value
+    return str(value) if isinstance(value, Path) else named(value) if callable(value) else value
 
 
 def has_function(value: Any) -> bool:

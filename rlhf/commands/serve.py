@@ -37,10 +37,10 @@ def run(config: Config) -> None:
         optional(package, "serve")
     folder, loopback = existing_run(config), check_address(config)
     host, port = config.serve.host, config.serve.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listening, ExitStack() as held:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with ExitStack() as held:
         try:
-            listening.bind((host, port))
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = held.enter_context(socket.create_server((host, port), family=family))
         except OSError as error:
             taken = f"serve.host={host} serve.port={port}: {error.strerror}"
             raise UserError(f"{taken}: choose another, or 0 for any free one") from None
@@ -50,7 +50,6 @@ def run(config: Config) -> None:
         thread, app, rounds = make(config, folder, loopback, address, held)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which stops all requests, need not look at it again
-        listening.listen()  # so that who reads the address can connect at once
         say(f"serve: {address} (Ctrl-C stops)")
         try:
             make_server(app).run(sockets=[listening])
