@@ -1,12 +1,11 @@
 // One prompt to several models, side by side; the models are named after the judgement.
 
-import { attempt, button, checked, el, events, field, post, say, temperatureBox, turnsOf } from "./dom.js";
+import { attempt, button, checkbox, checked, el, events, field, post, say, temperatureBox, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeCompare(panel, me) {
   const prompt = el("textarea", { rows: 3 });
-  const boxes = me.models.map((name, i) => el("label", { class: "inline" },
-    el("input", { type: "checkbox", value: name, checked: i >= me.models.length - 2 }), name));
+  const boxes = me.models.map((name, i) => el("label", { class: "inline" }, checkbox(name, i >= me.models.length - 2), name));
   const temperature = temperatureBox();
   const draw = button("Ask all", onDraw, { class: "main" });
   const place = el("div");

@@ -14,6 +14,7 @@ export function el(tag, properties = {}, ...children) {
 
 export const field = (label, control, wide = false) => el("label", { class: wide ? "field wide" : "field" }, label, control);
 export const button = (label, onclick, more = {}) => el("button", { onclick, ...more }, label);
+export const checkbox = (value, checked, more = {}) => el("input", { type: "checkbox", value, checked, ...more });
 export const choice = (names, value, values = names) => el("select", { value }, ...names.map((name, i) => el("option", { value: values[i] }, name)));
 export const temperatureBox = () => el("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
 export const instructionsOf = (me, more) => el("details", more, el("summary", {}, "Instructions"), el("p", { class: "text" }, me.instructions));

@@ -1,6 +1,6 @@
 // The page of who runs the labelling: progress, labelers, where they disagree, and the instructions. Nothing needs a restart.
 
-import { attempt, button, checked, el, field, get, post, say, textOf, turnsOf } from "./dom.js";
+import { attempt, button, checkbox, checked, el, field, get, post, say, textOf, turnsOf } from "./dom.js";
 import { Ranking } from "./ranking.js";
 
 export function makeManage(panel, me) {
@@ -56,8 +56,9 @@ export function makeManage(panel, me) {
       percent(one.agreement), percent(one.gold), percent(one.again), one.warnings.join("; ") || "–", one.last.slice(0, 16).replace("T", " "),
       one.known ? el("span", {}, labeler(one.paused ? "Resume" : "Pause", one.name), " ", labeler("Revoke", one.name)) : "revoked")));
     found.tasks.sort((a, b) => b.clashes - a.clashes);
-    names.replaceChildren(...found.people.filter((one) => one.known).map((one) => el("label", { class: "inline" }, el("input", { type: "checkbox", value: one.name, checked: chosen.has(one.name) }), one.name)));
-    tasks.replaceChildren(...found.tasks.map((one) => row(el("input", { type: "checkbox", value: one.name, checked: marked.has(one.name), "aria-label": `Mark ${one.name}`, onclick: mark }),
+    names.replaceChildren(...found.people.filter((one) => one.known).map((one) => el("label", { class: "inline" },
+      checkbox(one.name, chosen.has(one.name)), one.name)));
+    tasks.replaceChildren(...found.tasks.map((one) => row(checkbox(one.name, marked.has(one.name), { "aria-label": `Mark ${one.name}`, onclick: mark }),
       one.name, one.labels, one.pairs ? `${one.clashes} of ${one.pairs}` : "–", one.assigned.join(", ") || "–",
       button(one.decided ? "Decided" : "Open", () => open(one.name), { class: "small", "aria-label": `${one.decided ? "Decided" : "Open"} ${one.name}` }))));
     if (me.rounds) await showRound();

@@ -1,7 +1,7 @@
 // Responses to put in order, best first: by number keys, by clicking, or by dragging; with ties, ratings and flags.
 // The cards never move. The strip has a chip per response in the order of the ranking, then a divider, then those not ranked.
 
-import { button as plainButton, checked, differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
+import { button as plainButton, checkbox, checked, differenceOf, el, stopwatch, submissionId, textOf } from "./dom.js";
 
 const button = (label, onclick, more = {}) => plainButton(label, onclick, { class: "small", ...more });
 
@@ -137,7 +137,7 @@ export class Ranking {
   flagBox(id, name) {
     const chosen = this.flagged[id] ?? [];
     let letter = 97; // of a
-    const box = ([flag, meaning]) => el("label", {}, el("input", { type: "checkbox", value: flag, checked: chosen.includes(flag) }), " ",
+    const box = ([flag, meaning]) => el("label", {}, checkbox(flag, chosen.includes(flag)), " ",
       letter <= 122 ? el("kbd", {}, String.fromCharCode(letter++)) : "", ` ${flag.replaceAll("_", " ")}: `, el("span", { class: "name" }, meaning));
     const boxes = el("div", { class: "flags", onchange: () => { this.flagged[id] = checked(boxes); this.changed(); } },
       ...Object.entries(this.flags).flatMap(([heading, flags]) => [el("strong", {}, heading), ...flags.map(box)]));
