@@ -63,6 +63,5 @@ export function makeCompare(panel, me) {
     }, "Not saved. ");
     save.disabled = bad.disabled = saved;
   }
-  const onKey = (event) => (ranking && event.key === "Enter" ? save.click() : ranking?.onKey(event));
-  return { start, onKey };
+  return { start, onKey: (event) => (ranking && event.key === "Enter" ? save.click() : ranking?.onKey(event)) };
 }
