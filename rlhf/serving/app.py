@@ -63,10 +63,10 @@ def make_app(
             raise RefusedError(403, "your labelling is paused: ask who runs it")
         return who
 
-    labeler_of_request: Any = Depends(labeler_of)
     app = FastAPI(title="rlhf serve", docs_url=None, redoc_url=None, exception_handlers=ERRORS)
     app.include_router(openai_api.make_router(thread))
-    app.include_router(make_label_router(labelling, labeler_of_request))
+    app.include_router(make_label_router(labelling, Depends(labeler_of)))
+    add_model_routes(app, thread, labelling, Depends(labeler_of))
     if staff:
         app.include_router(make_manage_router(labelling, staff, rounds))
 
@@ -96,6 +96,18 @@ def make_app(
             "instructions": labelling.instructions,
         }
 
+    app.mount("/page", StaticFiles(directory=PAGE))
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    return Guard(app, access)
+
+
+def add_model_routes(app: FastAPI, thread: ModelThread, labelling: Labelling, who: Any) -> None:
+    """The shading of a response's tokens, and one prompt to several models. who: gives the labeler."""
+
     @app.post("/api/shading")
     async def shading(asked: ShadingRequest) -> Reply:
         model, ids = thread.find(asked.model), asked.token_ids
@@ -107,7 +119,7 @@ def make_app(
         return {"tokens": [model.spelled(i) for i in ids], "logprobs": logprobs, "kl": kl}
 
     @app.post("/api/compare")
-    async def compare(asked: CompareRequest, labeler: str = labeler_of_request) -> Response:
+    async def compare(asked: CompareRequest, labeler: str = who) -> Response:
         models = [thread.find(name, "models") for name in asked.models]
         secrets.SystemRandom().shuffle(models)  # the labeler sees letters until the judgement
         messages = openai_api.records_of(asked.messages)
@@ -129,11 +141,3 @@ def make_app(
             yield openai_api.event(task_body(comparison))
 
         return openai_api.EventStream(completion, events())
-
-    app.mount("/page", StaticFiles(directory=PAGE))
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
-
-    return Guard(app, access)
