@@ -43,9 +43,8 @@ def block_tokens(config: PlanConfig) -> int:
 
 def critic_parameters(config: PlanConfig, shape: Shape) -> int:
     """Parameters of PPO's critic: a separate model, a head on the policy's trunk, or none."""
-    if not config.ppo.has_critic:
-        return 0
-    return shape.width + 1 if config.ppo.shared_critic else shape.scalar_model
+    size = shape.width + 1 if config.ppo.shared_critic else shape.scalar_model
+    return size if config.ppo.has_critic else 0
 
 
 def reward_models(config: PlanConfig) -> int:

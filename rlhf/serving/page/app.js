@@ -34,14 +34,14 @@ document.addEventListener("keydown", (event) => {
   if (panels[shown]?.onKey?.(event)) event.preventDefault();
 });
 
-function onTabKey(event) {
+document.getElementById("tabs").addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
   const at = NAMES.findIndex((name) => event.target.id === `tab-${name}`);
   const next = NAMES[(at + step + NAMES.length) % NAMES.length];
   document.getElementById(`tab-${next}`).focus();
   select(next);
-}
+});
 
 async function start() {
   try {
@@ -59,7 +59,6 @@ async function start() {
       document.querySelector("main").append(panel);
       panels[name] = make(panel, me, (...of) => { select("compare"); panels.compare.start(...of); });
     }
-    document.getElementById("tabs").addEventListener("keydown", onTabKey);
     select(NAMES.includes("rank") && me.tasks && me.labeler && me.labeler !== "local" ? "rank" : NAMES[0]);
     document.body.dataset.ready = "true";
   } catch (error) {

@@ -7,11 +7,10 @@ export function makeDemonstrate(panel, me) {
   const own = el("textarea", { rows: 3 });
   const ownField = field("Prompt", own, true);
   const response = el("textarea", { rows: 8 });
-  const drafts = el("div");
-  const draftBox = el("details", {}, el("summary", {}, "Start from a response"), drafts);
+  const drafts = el("div"), draftBox = el("details", {}, el("summary", {}, "Start from a response"), drafts);
   const save = button("Save", onSave, { class: "main" });
-  const other = button("Write a prompt of my own", () => open(null));
-  panel.append(instructionsOf(me), shown, ownField, draftBox, field("The ideal response", response, true), el("div", { class: "row" }, save, other));
+  panel.append(instructionsOf(me), shown, ownField, draftBox, field("The ideal response", response, true),
+    el("div", { class: "row" }, save, button("Write a prompt of my own", () => open(null))));
   let task = null, messages = null, edited = null, submission = submissionId(), seconds = stopwatch();
   const saved = draft(me, "demonstration");
   panel.addEventListener("input", keep);

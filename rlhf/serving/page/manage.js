@@ -7,8 +7,7 @@ export function makeManage(panel, me) {
   const bar = el("progress", { value: 0, max: 1, "aria-label": "Labels given" });
   const about = el("p", { class: "name" });
   const people = el("tbody"), tasks = el("tbody"), task = el("div"), names = el("span", { class: "row" });
-  const name = el("input", { type: "text" });
-  const link = el("p", { class: "text", role: "status" });
+  const name = el("input", { type: "text" }), link = el("p", { class: "text", role: "status" });
   const text = el("textarea", { rows: 12 });
   const table = (caption, names, body) => el("div", { class: "scroll", tabIndex: 0 }, el("table", {}, el("caption", {}, caption),
     el("thead", {}, el("tr", {}, ...names.map((one) => (one ? el("th", { scope: "col" }, one) : el("td"))))), body));
