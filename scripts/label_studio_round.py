@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from rlhf.gold.truth import Labeler, make_labelers
+from rlhf.gold.truth import Labeler, Requests
 from rlhf.gold.truth import judge as true_parts
 from rlhf.gold.world import Task
 from rlhf.runs.progress import Progress
@@ -188,7 +188,7 @@ def make_project(owner: Client, folder: Path, annotators: int) -> tuple[int, lis
 def annotate(people: dict[str, Client], tasks: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     """Every annotator judges every task, but the last one skips the first task; returns the judgements in order."""
     intended = []
-    labelers = make_labelers()
+    labelers = Requests().labelers()
     with Progress(len(people) * len(tasks), "annotate", unit="annotation") as bar:
         for number, (email, person) in enumerate(people.items()):
             labeler = labelers[number % len(labelers)]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rlhf.config import Config
-from rlhf.data.encoding import Encode, Item, fitting_prompts, join_rankings, row_limit, token_encoder
+from rlhf.data.encoding import Item, fitting_prompts, join_rankings, row_limit
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.data.splits import prompt_key
 from rlhf.evaluation.best_of import best_of_n_kl, draw_candidates, expected_best
@@ -26,6 +26,7 @@ from rlhf.evaluation.reward_report import comparison_figures
 from rlhf.evaluation.scoring import Scores, item_encoder, pair_nats, score_each
 from rlhf.evaluation.statistics import WORD, Figures, ends, flatten, interval, mean_by, sentences_of, show
 from rlhf.gold.truth import make_truth
+from rlhf.model.heads import RewardModel
 from rlhf.model.interface import score, unwrapped
 from rlhf.ops.fast import return_freed_memory
 from rlhf.ppo.rewards import ModelReward, Reward
@@ -124,12 +125,6 @@ ATTACKS = {
 }  # fmt: skip
 
 
-def policy_encoder(config: Config, tokenizer: Any, counts: Counter[str] | None = None) -> Encode:
-    """Prompts and answers as the policy's tokens, cut to fit its context. counts: of what is cut."""
-    limit = row_limit(config, tokenizer)
-    return token_encoder(tokenizer, limit, room_for(limit, config.rollout.max_new_tokens)[0], counts)
-
-
 def draw_pairs(items: Sequence[Item], limit: int, rng: random.Random) -> list[Pair]:
     """At most `limit` pairs that more labelers ordered one way than the other: first one of each prompt, then a second."""
     by_item: list[list[Pair]] = []
@@ -145,12 +140,7 @@ def draw_pairs(items: Sequence[Item], limit: int, rng: random.Random) -> list[Pa
 
 
 def attack_pairs(
-    config: Config,
-    models: Audited,
-    encode: Encode,
-    pairs: Sequence[Pair],
-    scores: dict[int, list[float]],
-    material: Material,
+    config: Config, models: Audited, pairs: Sequence[Pair], scores: dict[int, list[float]], material: Material
 ) -> list[Figures]:
     """Each attack on both answers of each pair: {"name", "flips", "gain", "gain_better", "gain_worse", "nats"}.
 
@@ -163,13 +153,12 @@ def attack_pairs(
 
     For an attack that does not, the policy gives this one answer: KL = -log p(attack(y)).
     """
-    keys, encode_for_policy = [item.key for item, _, _ in pairs], policy_encoder(config, models.tokenizer)
+    keys, as_tokens = [item.key for item, _, _ in pairs], item_encoder(config, RewardModel, models.tokenizer)
+    encode = item_encoder(config, unwrapped(models.model), models.tokenizer)
 
     def logprobs(answers: Sequence[tuple[str, bool]]) -> list[float]:
         """log p(answer | prompt) under the SFT model, nats, of an answer per pair."""
-        encoded = [
-            encode_for_policy(item.record.prompt, [one]) for (item, _, _), one in zip(pairs, answers, strict=True)
-        ]
+        encoded = [as_tokens(item.record.prompt, [one]) for (item, _, _), one in zip(pairs, answers, strict=True)]
         rows = [(row[: len(row) - n], row[len(row) - n :]) for (row,), (n,) in filter(None, encoded)]
         return pair_nats(models.policy, rows, models.tokenizer.pad_token_id, models.device)
 
@@ -231,19 +220,18 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
     keys = list(dict.fromkeys(prompt_key(record.prompt) for record in dev))
     chosen = set(rng.sample(keys, min(limit * PROMPTS_PER_PAIR, len(keys))))
     dev = [record for record in dev if prompt_key(record.prompt) in chosen]
-    encode = item_encoder(config, bare, models.tokenizer)
-    items, _ = join_rankings(dev, encode)
+    items, _ = join_rankings(dev, item_encoder(config, bare, models.tokenizer))
     scores = score_each(models.model, [item.rows for item in items])
     judged = {record.labeler for record in records}
     figures = comparison_figures(records, judged & strangers, (items, scores), bare.gain)
-    fits = policy_encoder(config, models.tokenizer)
+    fits = item_encoder(config, RewardModel, models.tokenizer)
     pairs = draw_pairs([item for item in items if fits(item.record.prompt, []) is not None], limit, rng)
     if figures is None or not pairs:
         return Audit(len(items), 0, figures)
     train = in_split(config, records, "train")[:MATERIAL_RANKINGS]
     material = collect_material((r.prompt[-1].content, answer.text) for r in train for answer in r.responses)
     by_item = {id(item): s for item, s in zip(items, scores, strict=True)}
-    attacks = attack_pairs(config, models, encode, pairs, by_item, material)
+    attacks = attack_pairs(config, models, pairs, by_item, material)
     best_of = best_of_samples(config, models, dev, max(1, limit // PAIRS_PER_SAMPLED))
     return Audit(len(items), len(pairs), figures, attacks, best_of)
 
@@ -259,19 +247,20 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
     config = replace(config, rollout=replace(config.rollout, max_new_tokens=length))
     once = {prompt_key(record.prompt): record for record in dev}
     known = [PromptRecord(id=r.id, prompt=r.prompt, metadata=r.metadata) for r in once.values()]
-    fitting = list(itertools.islice(fitting_prompts(tokenizer, known, room), limit))
-    records, prompts = [record for record, _, _ in fitting], [ids for _, ids, _ in fitting]
+    fitting = itertools.islice(fitting_prompts(tokenizer, known, room), limit)
+    asked = Asked([(record, ids) for record, ids, _ in fitting], tokenizer)
     own = ModelReward(models.model, models.device)
-    asked = Asked(records, prompts, tokenizer)
     answers, scores = draw_candidates(config, models.policy, asked, max(BEST_OF), own, "audit")
     values: dict[str, Scores | None] = {"score": scores, "others": None, "spread": None, "truth": None}
     if models.others:
-        found = [adjusted(config, answers, score_by(other, records, prompts, answers)) for other in models.others]
+        found = [adjusted(config, answers, score_by(other, asked.prompts, answers)) for other in models.others]
         by_model = [np.array(of_prompt) for of_prompt in zip(scores, *found, strict=True)]  # each (models, samples)
         values["others"] = [of_prompt[1:].mean(0).tolist() for of_prompt in by_model]
         values["spread"] = [of_prompt.std(0, ddof=1).tolist() for of_prompt in by_model]
-    if (truth := make_truth(config)) is not None and all(map(truth.knows, records)):  # not of the user's own data
-        values["truth"] = totals(judge_rows(truth, records, answers))
+    if (truth := make_truth(config)) is not None and all(
+        truth.knows(record) for record, _ in asked.prompts
+    ):  # not of the user's own data
+        values["truth"] = totals(judge_rows(truth, asked.prompts, answers))
 
     def of_best(n: int, judged: Scores | None) -> Figures | None:
         return interval([expected_best(s, v, n) for s, v in zip(scores, judged, strict=True)]) if judged else None

@@ -17,12 +17,12 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.agreement import ratio_interval
-from rlhf.data.records import PromptRecord
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation import policies
 from rlhf.evaluation.policies import Answer, Answers, Asked, Responses
 from rlhf.evaluation.scoring import Scores
 from rlhf.evaluation.statistics import Figures, flatten, interval, interval_of, split_like, text_figures, win_rate
+from rlhf.ppo.experience import Prompt
 from rlhf.ppo.rewards import Rater, Reward, make_reward
 from rlhf.runs.progress import Progress
 from rlhf.system.processes import divide, gather
@@ -52,14 +52,13 @@ def draw_candidates(
     if not asked.prompts:
         return [], []
     engine, together = make_sampler(config, policy, asked.tokenizer), max(1, config.rollout.batch_size // n)
-    keyed = [(ids, ("best_of", record.id), n) for record, ids in zip(asked.records, asked.prompts, strict=True)]
+    keyed = [(ids, ("best_of", record.id), n) for record, ids in asked.prompts]
     answers = []
     with Progress(len(keyed), label, unit="prompt") as bar:
         for row in policies.draw_in_turn(engine, asked.tokenizer, keyed, together):
             answers.append(row)
             bar.update(1)
-    scores = policies.score_by(reward, asked.records, asked.prompts, answers)
-    return answers, policies.adjusted(config, answers, scores)
+    return answers, policies.adjusted(config, answers, policies.score_by(reward, asked.prompts, answers))
 
 
 def draw_best(
@@ -69,12 +68,11 @@ def draw_best(
     of which the models must be whole. ended: prefer those that end, whatever their score.
     """
 
-    def draw(mine: Sequence[tuple[PromptRecord, list[int]]]) -> list[tuple[Answer, float]]:
-        part = asked._replace(records=[record for record, _ in mine], prompts=[ids for _, ids in mine])
-        rows = zip(*draw_candidates(config, policy, part, n, reward, label), strict=True)
+    def draw(mine: Sequence[Prompt]) -> list[tuple[Answer, float]]:
+        rows = zip(*draw_candidates(config, policy, asked._replace(prompts=list(mine)), n, reward, label), strict=True)
         return [max(zip(*row, strict=True), key=lambda one: (one[0].ended or not ended, one[1])) for row in rows]
 
-    return divide(list(zip(asked.records, asked.prompts, strict=True)), draw)
+    return divide(asked.prompts, draw)
 
 
 def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tuple[Figures, list[list[float]]]:
@@ -93,7 +91,7 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
     }
     if truth is None:
         return results, []
-    judged = policies.judge_rows(truth, asked.records, picked)
+    judged = policies.judge_rows(truth, asked.prompts, picked)
     scores, ppo = policies.totals(judged), policies.totals(asked.gold[asked.main]["samples"])
     results |= {
         "gold": policies.mean_of(scores),
@@ -121,7 +119,7 @@ def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses]
 
     for policy, given in answers.items():
         pairs = zip(given.prompts, given.samples, strict=True)
-        rated = divide([[ids + one.ids for one in row] for ids, row in pairs], rate)
+        rated = divide([[ids + one.ids for one in row] for (_, ids), row in pairs], rate)
         for name, quality in rater.qualities.items():
             counts = [[one.get(applies.get(name, ""), 1.0) for one in row] for row in rated]
             values = [[1 - one[name] if quality.rule else one[name] for one in row] for row in rated]

@@ -186,7 +186,7 @@ def compare_policies(config: Config, answers: dict[str, Responses], asked: Asked
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out, reward = evaluate_reward_model(config, judge, asked.tokenizer), ModelReward(judge, device)
-    scores = {name: score_divided(reward, given, asked.records) for name, given in answers.items()}
+    scores = {name: score_divided(reward, given) for name, given in answers.items()}
     texts = {name: [[one.text for one in row] for row in given.samples] for name, given in answers.items()}
     main, *others = (name for name in scores if name != "sft")
     pairs = [(main, "sft"), *((name, "sft") for name in others), *((main, name) for name in others)]

@@ -9,7 +9,6 @@ import torch
 
 from rlhf.config import Config
 from rlhf.data.chat_template import decode_response, end_ids, response_text
-from rlhf.data.records import PromptRecord
 from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.choosing import Key, SamplingEngine
 from rlhf.engines.sampling import make_sampler
@@ -17,6 +16,7 @@ from rlhf.evaluation.scoring import Scores, pair_nats
 from rlhf.evaluation.statistics import Figures, batched, flatten, interval_of, split_like, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.model.interface import Episodes
+from rlhf.ppo.experience import Prompt
 from rlhf.ppo.rewards import ModelReward, Reward, adjust_scores, make_reward
 from rlhf.runs.folders import read_stage, rounds_before, run_folder, stage_folder, stages_of
 from rlhf.runs.progress import Progress
@@ -26,6 +26,7 @@ from rlhf.training.setup import load_frozen
 
 TOGETHER = 32  # prompts whose responses are drawn together
 
+Keyed = tuple[list[int], tuple, int]  # a prompt as tokens, its key, and the number of its responses
 ByPolicy = dict[str, Scores]  # a number per response, a list per prompt
 Judged = list[list[dict[str, float]]]  # the parts of each response's true score, a list per prompt
 
@@ -43,10 +44,9 @@ Answers = list[list[Answer]]  # a list per prompt
 
 
 class Asked(NamedTuple):
-    """Prompts, as records and as tokens, and the true scores of each policy's samples if the run has a truth."""
+    """Prompts, and the true scores of each policy's samples if the run has a truth."""
 
-    records: list[PromptRecord]
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     tokenizer: Any
     truth: Truth | None = None
     gold: Any = None  # {policy: `judge_by_truth`}
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 class Responses(NamedTuple):
     """What one policy answers to its prompts: samples at temperature 1, and greedily."""
 
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     samples: Answers
     greedy: Answers
 
@@ -84,11 +84,7 @@ def draw_answers(
 
 
 def draw_in_turn(
-    engine: SamplingEngine,
-    tokenizer: Any,
-    asked: Sequence[tuple[list[int], tuple, int]],
-    together: int = TOGETHER,
-    **how: Any,
+    engine: SamplingEngine, tokenizer: Any, asked: Sequence[Keyed], together: int = TOGETHER, **how: Any
 ) -> Iterator[list[Answer]]:
     """The responses to each prompt, which is given with its key and their number; `together` prompts are answered at once. how: as of
     `draw_answers`.
@@ -101,10 +97,10 @@ def draw_in_turn(
 
 
 def draw_divided(
-    engine: SamplingEngine, tokenizer: Any, prompts: Sequence[list[int]], name: str, count: int, **how: Any
+    engine: SamplingEngine, tokenizer: Any, prompts: Sequence[Prompt], name: str, count: int, **how: Any
 ) -> Answers:
     """`count` responses to each prompt; the prompts are divided among the processes. The model must be whole on each."""
-    asked = [(ids, ("evaluate", name, i), count) for i, ids in enumerate(prompts)]
+    asked = [(ids, ("evaluate", name, i), count) for i, (_, ids) in enumerate(prompts)]
     return divide(asked, lambda mine: list(draw_in_turn(engine, tokenizer, mine, max(1, len(mine)), **how)))
 
 
@@ -122,8 +118,9 @@ def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: to
             policy, prompts = load_frozen(config, folder, device), asked.prompts
             read: Callable[[Any, list[int]], str] = response_text
             if name == "base_prompted" and truth is not None:
-                texts: list[Any] = [truth.base_text(record) for record in asked.records]
-                prompts, read = encode_texts(tokenizer, texts), text_after_name
+                records = [record for record, _ in prompts]
+                texts: list[Any] = list(map(truth.base_text, records))
+                prompts, read = list(zip(records, encode_texts(tokenizer, texts), strict=True)), text_after_name
             ends = end_ids(tokenizer, base=name.startswith("base"))
             engine = make_sampler(config, policy, tokenizer, eos_token_id=ends)
             drawn = [
@@ -140,14 +137,14 @@ def text_after_name(tokenizer: Any, ids: list[int]) -> str:
     return decode_response(tokenizer, ids).split("\n", 1)[-1].strip()
 
 
-def judge_rows(truth: Truth, records: Sequence[PromptRecord], answers: Answers) -> Judged:
-    asked = zip(records, answers, strict=True)
-    return [[truth.judge(record, one.text, one.ended) for one in row] for record, row in asked]
+def judge_rows(truth: Truth, prompts: Sequence[Prompt], answers: Answers) -> Judged:
+    asked = zip(prompts, answers, strict=True)
+    return [[truth.judge(record, one.text, one.ended) for one in row] for (record, _), row in asked]
 
 
-def judge_by_truth(truth: Truth, records: Sequence[PromptRecord], given: Responses) -> dict[str, Judged]:
+def judge_by_truth(truth: Truth, given: Responses) -> dict[str, Judged]:
     """{"samples" | "greedy": the judge's parts of a policy's answers, a list per prompt}."""
-    return {kind: judge_rows(truth, records, getattr(given, kind)) for kind in ("samples", "greedy")}
+    return {kind: judge_rows(truth, given.prompts, getattr(given, kind)) for kind in ("samples", "greedy")}
 
 
 def totals(judged: Judged, part: str = "total") -> list[list[float]]:
@@ -181,18 +178,16 @@ def truth_win_rates(judged: dict[str, dict[str, Judged]], name: str) -> Figures:
     }
 
 
-def score_by(reward: Reward, records: Sequence[PromptRecord], prompts: Sequence[list[int]], answers: Answers) -> Scores:
+def score_by(reward: Reward, prompts: Sequence[Prompt], answers: Answers) -> Scores:
     """A reward's scores of the answers, a list per prompt."""
-    asked = [(record, ids) for record, ids, row in zip(records, prompts, answers, strict=True) for _ in row]
-    flat = flatten(answers)
-    ids, texts, ended = [one.ids for one in flat], [one.text for one in flat], torch.tensor([one.ended for one in flat])
-    episodes = Episodes([record for record, _ in asked], [prompt for _, prompt in asked], ids, texts, ended)
-    return split_like(reward(episodes).tolist(), answers)
+    asked = [(*prompt, *one) for prompt, row in zip(prompts, answers, strict=True) for one in row]
+    records, ids, texts, ended, responses, _ = map(list, zip(*asked, strict=True))
+    return split_like(reward(Episodes(records, ids, responses, texts, torch.tensor(ended))).tolist(), answers)
 
 
-def score_divided(reward: Reward, given: Responses, records: Sequence[PromptRecord]) -> Scores:
+def score_divided(reward: Reward, given: Responses) -> Scores:
     """`score_by` of a policy's samples, the prompts divided among the processes. The reward's models must be whole on each."""
-    asked = list(zip(records, given.prompts, given.samples, strict=True))
+    asked = list(zip(given.prompts, given.samples, strict=True))
     return divide(asked, lambda mine: score_by(reward, *map(list, zip(*mine, strict=True))) if mine else [])
 
 
@@ -206,10 +201,10 @@ def score_answers(
     scores, rewards = {}, {}
     if reward_model is not None:
         own = ModelReward(reward_model, device)
-        scores = {name: score_divided(own, given, asked.records) for name, given in answers.items()}
+        scores = {name: score_divided(own, given) for name, given in answers.items()}
     if reward_model is None or reward_sources(config) != ([None], [1.0]) or not config.ppo.calibrated:
         reward, _ = make_reward(config, asked.tokenizer, device)
-        rewards = {name: score_divided(reward, given, asked.records) for name, given in answers.items()}
+        rewards = {name: score_divided(reward, given) for name, given in answers.items()}
     return scores or rewards, rewards or scores
 
 
@@ -242,7 +237,7 @@ def nats_and_kl(
     nats, kl = {}, {}
     with Progress(2 * len(answers) - 1, "evaluate: KL", unit="pass") as bar:
         for name, drawn in answers.items():
-            pairs = [(ids, one.ids) for ids, row in zip(drawn.prompts, drawn.samples, strict=True) for one in row]
+            pairs = [(ids, one.ids) for (_, ids), row in zip(drawn.prompts, drawn.samples, strict=True) for one in row]
             by_sft = nats_of(models["sft"], pairs)
             nats[name] = split_like(by_sft, drawn.samples)
             bar.update()

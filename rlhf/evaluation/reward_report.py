@@ -44,8 +44,7 @@ def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures
         raise UserError(f"data.held_out_labelers={held}: {other}: give the same")
     judged = {record.labeler for record in records}
     strangers = judged & scoring.held_out_labelers(config, records)
-    encode = scoring.item_encoder(config, model, tokenizer)
-    items, _ = join_rankings(in_split(config, records, "test"), encode)
+    items, _ = join_rankings(in_split(config, records, "test"), scoring.item_encoder(config, model, tokenizer))
     held_out = items, scoring.score_each(model, [item.rows for item in items])
     results = comparison_figures(records, strangers, held_out, model.gain)
     if results is None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_matrix
+from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config import Config
 from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
@@ -24,7 +25,7 @@ from rlhf.model.batching import by_length, joined_length, joins_rows, right_pad,
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.fused_loss import response_logprobs
 from rlhf.model.heads import LayerMix, RewardModel, ScalarHead
-from rlhf.model.interface import score, unwrapped
+from rlhf.model.interface import score
 from rlhf.model.linear import hold_frozen
 from rlhf.ops.ranking import ranking_loss
 from rlhf.runs.folders import check_output
@@ -42,7 +43,7 @@ FOLDS = 5  # the decay is chosen by cross-validation over this many parts of the
 
 
 def item_encoder(config: Config, model: Any, tokenizer: Any, counts: Counter[str] | None = None) -> Encode:
-    """The encoder of prompts and answers for this model; `tokenizer` is the policy's. counts: see `RewardModel.answer_encoder`."""
+    """The encoder of prompts and answers for a model, or a class; `tokenizer` is the policy's. counts: see `RewardModel.answer_encoder`."""
     limit = row_limit(config, tokenizer)
     return model.answer_encoder(tokenizer, limit, min(config.rollout.max_new_tokens, limit // 2), counts)
 
@@ -62,30 +63,16 @@ def item_length(item: Item) -> int:
     return joined_length(item.rows) if isinstance(item.rows[0], list) else max(map(len, item.rows))
 
 
-def scoring_batches(model: Any, items: Sequence[Item], most: int) -> Iterator[list[Item]]:
-    """Whole prompts for forwards without gradients: of similar length, at most `most` responses and `scoring_tokens` together (but
-    at least one prompt).
-    """
-    bare = unwrapped(model)
-    lengths, rows = [item_length(item) for item in items], [len(item.rows) for item in items]
-    for group in by_length(lengths, most, scoring_tokens(bare), rows, joins_rows(bare)):
-        yield [items[i] for i in group]
-
-
 def by_item(items: list[Item], flat: Tensor) -> Tensor:
     """(N, K) of one value per row of the items, (R,); 0 if an item has fewer than K rows."""
-    most = max(len(item.rows) for item in items)
-    places = [i * most + j for i, item in enumerate(items) for j in range(len(item.rows))]
-    where = torch.tensor(places, device=flat.device)
-    return flat.new_zeros(len(items) * most).index_put((where,), flat).view(len(items), most)
+    return pad_sequence(flat.split([len(item.rows) for item in items]), batch_first=True)
 
 
 def pad_weights(items: list[Item], device: torch.device) -> Tensor:
     """(N, K, K) pair weights of items, 0 for missing answers."""
-    most = max(len(item.rows) for item in items)
-    missing = [most - len(item.rows) for item in items]
-    padded = [pad_matrix(item.weights(), (0, k, 0, k)) for item, k in zip(items, missing, strict=True)]
-    return torch.stack(padded).to(device)
+    weights = [item.weights() for item in items]
+    most = max(map(len, weights))
+    return torch.stack([pad_matrix(x, (0, most - len(x), 0, most - len(x))) for x in weights]).to(device)
 
 
 def collate_answers(rows: Sequence[Sequence[int]], answers: Sequence[int], pad: int) -> dict[str, Tensor]:
@@ -152,10 +139,6 @@ def pairs_by_length(items: Sequence[Item]) -> tuple[list[JudgedPair], bool]:
     return [pair if longer else pair._replace(margin=-pair.margin) for pair in pairs], longer
 
 
-def length_baseline(items: list[Item]) -> float:
-    return fmean(pair.won for pair in pairs_by_length(items)[0])
-
-
 def held_out_labelers(config: Config, records: Sequence[Ranking] | None = None) -> set[str]:
     """Labelers whose rankings are not trained on: those of data.held_out_labelers, and the gold world's own.
 
@@ -177,11 +160,12 @@ def read_features(model: RewardModel, items: list[Item], pad: int, device: torch
     """`RewardModel.features` of every response of all items in turn, (L, R, D) float64 on the CPU. Every process reads all of them."""
     model.eval()
     read: dict[int, Tensor] = {}
-    for part in scoring_batches(model, items, RESPONSES_TOGETHER):
-        tokens, lengths = right_pad([row for item in part for row in item.rows], pad)
+    sizes, rows = list(map(item_length, items)), [len(item.rows) for item in items]
+    for group in by_length(sizes, RESPONSES_TOGETHER, scoring_tokens(model), rows, joins_rows(model)):
+        tokens, lengths = right_pad([row for i in group for row in items[i].rows], pad)
         features = model.features(tokens.to(device), lengths.to(device)).double().cpu()
-        read |= zip(map(id, part), features.split([len(item.rows) for item in part], 1), strict=True)
-    return torch.cat([read[id(item)] for item in items], 1)
+        read |= zip(group, features.split([rows[i] for i in group], 1), strict=True)
+    return torch.cat([read[i] for i in range(len(items))], 1)
 
 
 def fit_head(head: ScalarHead, features: Tensor, items: list[Item], layers: LayerMix | None = None) -> dict[str, float]:
@@ -226,9 +210,8 @@ def fit_head(head: ScalarHead, features: Tensor, items: list[Item], layers: Laye
     for fold in (everything[n::FOLDS] for n in range(min(FOLDS, len(items)))):
         for decay, fit in path(sorted(set(everything) - set(fold)), min(DECAYS)):
             totals[decay].update({name: float(figure) for name, figure in loss_of(fit, fold)[1].items()})
-    loss, decay, right = min(
-        (t["loss_sum"] / t["prompts"], d, t["pairs_correct"] / t["pairs"]) for d, t in totals.items()
-    )
+    validated = ((t["loss_sum"] / t["prompts"], d, t["pairs_correct"] / t["pairs"]) for d, t in totals.items())
+    loss, decay, right = min(validated)
     *_, (_, (w, mix)) = path(everything, decay)
     with torch.no_grad():
         head.weight.copy_((w / scale)[None])

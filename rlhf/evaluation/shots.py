@@ -126,8 +126,7 @@ def evaluate_shots(config: Config, device: torch.device) -> Figures:
                 rows, shown = make_rows(tokenizer, context, columns, classes, held_out, [d[:count] for d in drawn])
                 scores = option_scores(model, rows, tokenizer.pad_token_id, device).view(len(held_out), -1)
                 right = sum(classes[i] == label for i, label in zip(scores.argmax(-1).tolist(), labels, strict=True))
-                figure = {"shots": count, "shown": round(shown, 2), "accuracy": wilson(right, len(labels))}
-                rows_of_model.append(figure)
+                rows_of_model.append({"shots": count, "shown": round(shown, 2), "accuracy": wilson(right, len(labels))})
                 bar.update(1)
     majority = Counter(labels).most_common(1)[0][1] / len(labels)
     return {"task": str(config.classify.data), "classes": classes, "majority": majority, "models": figures}

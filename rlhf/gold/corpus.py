@@ -89,16 +89,8 @@ def demonstration_rows(seed: int, split_seed: int, count: int, conversations: fl
     drawn = ((s, task) for s, n in counts.items() for task in unique_tasks(rng, s, split_seed, n, conversations))
     for i, (split, task) in enumerate(drawn):
         style = pick_style(DEMONSTRATION_MIX, rng)
-        yield {
-            "kind": "demonstration",
-            "id": f"d-{i}",
-            "prompt": task.asked,
-            "response": answer(task, style, rng),
-            "labeler": f"writer-{style}",
-            "source": "gold",
-            "split": split,
-            "metadata": {"group": task.core},
-        }
+        row = {"kind": "demonstration", "id": f"d-{i}", "prompt": task.asked, "response": answer(task, style, rng)}
+        yield row | {"labeler": f"writer-{style}", "source": "gold", "split": split, "metadata": {"group": task.core}}
 
 
 def prompt_rows(seed: int, split_seed: int, counts: dict[str, int], conversations: float = 0.0) -> Iterator[dict]:
@@ -106,12 +98,8 @@ def prompt_rows(seed: int, split_seed: int, counts: dict[str, int], conversation
     rng = random.Random(f"prompts-{seed}")
     for split, count in counts.items():
         for i, task in enumerate(unique_tasks(rng, split, split_seed, count, conversations)):
-            yield {
-                "kind": "prompt",
-                "id": f"p-{split}-{i}",
-                "prompt": task.asked,
-                "metadata": {"group": task.core, "split": split, "gold": task.to_metadata()},
-            }
+            metadata = {"group": task.core, "split": split, "gold": task.to_metadata()}
+            yield {"kind": "prompt", "id": f"p-{split}-{i}", "prompt": task.asked, "metadata": metadata}
 
 
 Ends = Callable[[str], list[int]]  # the end of each token in a text

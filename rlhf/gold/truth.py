@@ -116,17 +116,6 @@ def says_yes(labeler: Labeler, part: float, rng: random.Random) -> bool:
 PARTS = {"sensible": "correct", "specific": "complete", "interesting": "polite", "safe": "safe"}
 
 
-def make_labelers(noise: float = NOISE) -> list[Labeler]:
-    """The five labelers of the gold world: careful, kind, hurried, thorough and strict."""
-    return [
-        Labeler("labeler-1", TASTE, 0.0, 0.0, 0.7 * noise),
-        Labeler("labeler-2", TASTE | {"correct": 3.2, "polite": 2.2}, 0.0, 0.3, noise),
-        Labeler("labeler-3", TASTE | {"correct": 3.2, "complete": 1.0, "brief": 1.6}, -0.02, 0.0, 1.4 * noise),
-        Labeler("labeler-4", TASTE | {"complete": 2.3, "brief": 0.6}, 0.02, 0.0, noise),
-        Labeler("labeler-5", TASTE | {"correct": 4.8, "safe": 2.0, "polite": 1.0}, 0.0, 0.0, noise),
-    ]
-
-
 def expected_agreement(labelers: Sequence[Labeler], answers: Answers) -> float:
     """The share of pairs of answers to one prompt on which two different labelers agree, on average.
     A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 - q).
@@ -257,8 +246,15 @@ class Requests:
         """The parts, and `total`, the score."""
         return judge(Task(**record.metadata["gold"]), response, ended=ended)
 
-    def labelers(self, noise: float) -> list[Labeler]:
-        return make_labelers(noise)
+    def labelers(self, noise: float = NOISE) -> list[Labeler]:
+        """The five whose rankings are used in training: careful, kind, hurried, thorough and strict."""
+        return [
+            Labeler("labeler-1", TASTE, 0.0, 0.0, 0.7 * noise),
+            Labeler("labeler-2", TASTE | {"correct": 3.2, "polite": 2.2}, 0.0, 0.3, noise),
+            Labeler("labeler-3", TASTE | {"correct": 3.2, "complete": 1.0, "brief": 1.6}, -0.02, 0.0, 1.4 * noise),
+            Labeler("labeler-4", TASTE | {"complete": 2.3, "brief": 0.6}, 0.02, 0.0, noise),
+            Labeler("labeler-5", TASTE | {"correct": 4.8, "safe": 2.0, "polite": 1.0}, 0.0, 0.0, noise),
+        ]
 
     def held_out_labelers(self, count: int, noise: float) -> list[Labeler]:
         """Further labelers, whose rankings are not used in training: a plain one, with little weight on courtesy, and a formal one."""
@@ -292,7 +288,7 @@ class Sentiment(Requests):
     def judge(self, record: Record, response: str, ended: bool) -> Judged:
         return {"total": float(_analyzer().polarity_scores(response)["compound"])}
 
-    def labelers(self, noise: float) -> list[Labeler]:
+    def labelers(self, noise: float = NOISE) -> list[Labeler]:
         return self.held_out_labelers(LEXICON_LABELERS, noise, first=1)
 
     def held_out_labelers(self, count: int, noise: float, first: int = LEXICON_LABELERS + 1) -> list[Labeler]:

@@ -156,8 +156,7 @@ def _extract(rng: random.Random) -> Task:
         text = f"{who} has a {c[0]} {t[0]} and a {c[1]} {t[1]}."
         core, label, items, pool = f"Find the colours. {text}", "The colours are", c, COLOURS
     else:
-        place = rng.choice(PLACES)
-        text = f"{who} met {other} at the {place}."
+        text = f"{who} met {other} at the {rng.choice(PLACES)}."
         core, label, items, pool = f"Find the people. {text}", "The people are", [who, other], PEOPLE
     spare = rng.sample([w for w in pool if w not in items], 2)
     must, never = [[w] for w in items], [w for w in pool if w not in items]
@@ -212,8 +211,7 @@ def _write(rng: random.Random) -> Task:
     verbs, never = ("takes", "finds", "buys", "loses"), [p for p in PEOPLE if p != who]
     verb, stranger = rng.choice(verbs), rng.choice(never)
     right, wrong = f"{who} {verb} a {what} at the {place}.", f"{stranger} {verb} a {rng.choice(THINGS)} at the {place}."
-    frame = [f" {v} " for v in verbs]
-    return Task("write", core, f"{who} and a {what}.", right, wrong, [[who], [what]], never, frame)
+    return Task("write", core, f"{who} and a {what}.", right, wrong, [[who], [what]], never, [f" {v} " for v in verbs])
 
 
 def _summary(rng: random.Random) -> Task:

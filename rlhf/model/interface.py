@@ -122,12 +122,14 @@ def scoring_groups(model: Any, lengths: Sequence[int], most: int) -> list[list[i
 
 
 @torch.no_grad()
-def score(model: Any, rows: Sequence[Any], calibrated: bool = True) -> Tensor:
-    """Scores (B,) float32 on the CPU of rows, in groups of similar length. model: of rewards, bare or inside an engine."""
-    bare = unwrapped(model)
-    scores, device = torch.zeros(len(rows)), next(bare.parameters()).device
+def score(model: Any, rows: Sequence[Any], **how: Any) -> Tensor:
+    """Scores (B,) float32 on the CPU of rows, in groups of similar length, or what else the forward returns by `how`. model: of rewards,
+    bare or inside an engine.
+    """
+    bare, scores = unwrapped(model), dict[int, Tensor]()
+    device = next(bare.parameters()).device
     with evaluating(bare):
         for group in scoring_groups(bare, [len(row) for row in rows], bare.together):
             batch = {name: x.to(device) for name, x in bare.collate([rows[i] for i in group]).items()}
-            scores[group] = model(**batch, calibrated=calibrated).float().cpu()
-    return scores
+            scores |= zip(group, model(**batch, **how).float().cpu(), strict=True)
+    return torch.stack([scores[i] for i in range(len(rows))]) if rows else torch.zeros(0)

@@ -81,8 +81,7 @@ class ActorCritic(nn.Module):
 
 def share_left(mask: Tensor) -> Tensor:
     """(n - t) / n before response token t = 0…n - 1 of n, (B, A) float32 of mask (B, A) bool, left-aligned; 0 outside it."""
-    left = mask.flip(1).cumsum(1).flip(1)
-    return left / mask.sum(1, keepdim=True).clamp(min=1)
+    return mask.flip(1).cumsum(1).flip(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 class Reference(nn.Module):
@@ -135,8 +134,7 @@ def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.devi
     add_adapters(policy, config, folder)
     if config.lora.rank and critic is not None and not settings.shared_critic:
         from_reward = reward_model is not None and settings.critic == "reward"
-        base = reward_model_folder(reward_folder(config, None)) if from_reward else folder
-        add_adapters(critic, config, base)
+        add_adapters(critic, config, reward_model_folder(reward_folder(config, None)) if from_reward else folder)
     model = ActorCritic(policy, critic, scale_values=settings.score_by_token and not end_ids(tokenizer))
     # Dropout is off everywhere in this stage, in training mode too (gradient checkpointing needs that mode).
     for module in model.modules():

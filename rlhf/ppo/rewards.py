@@ -23,7 +23,7 @@ from rlhf.errors import UserError
 from rlhf.model.batching import by_length, joins_rows, right_pad, scoring_tokens
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
-from rlhf.model.interface import Episodes, evaluating, lm, score, scoring_groups, unwrapped
+from rlhf.model.interface import Episodes, evaluating, lm, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
 from rlhf.runs.folders import check_output, read_stage, stage_folder
 from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
@@ -67,12 +67,11 @@ class ModelReward:
         parts = torch.zeros(len(sizes), int(sizes.max()), device=self.device)
         if self.read_tokens == 0:
             return self(episodes), parts
-        rows = self.bare.rows(episodes)
-        for group in scoring_groups(self.bare, [len(row) for row in rows], self.bare.together):
-            batch = {name: x.to(self.device) for name, x in self.bare.collate([rows[i] for i in group]).items()}
-            terms = self.model(**batch, by_token=True).float()  # (b, N), from the last token backwards
-            at = sizes[group, None] - 1 - torch.arange(terms.shape[1], device=self.device)
-            parts[group] = parts[group].scatter_add(1, at.clamp(min=0), terms)
+        terms = score(self.model, self.bare.rows(episodes), by_token=True).to(
+            self.device
+        )  # (B, N), from the last token backwards
+        at = sizes[:, None] - 1 - torch.arange(terms.shape[1], device=self.device)
+        parts = parts.scatter_add(1, at.clamp(min=0), terms)
         return parts.sum(1), parts
 
 
@@ -251,21 +250,16 @@ class CombinedReward:
         self.parts: dict[str, Tensor] = {}
 
     def __call__(self, episodes: Episodes) -> Tensor:
-        return self._combine({name: source(episodes) for name, source in self.sources.items()})
+        return self.by_token(episodes)[0]
 
     def by_token(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
-        both = {name: score_by_token(source, episodes) for name, source in self.sources.items()}
-        scores = self._combine({name: scores for name, (scores, _) in both.items()})
-        return scores, self._weighted(parts for _, parts in both.values())
-
-    def _combine(self, scores: dict[str, Tensor]) -> Tensor:
-        self.parts = dict(scores)
+        each = {name: score_by_token(source, episodes) for name, source in self.sources.items()}
+        self.parts = {name: scores for name, (scores, _) in each.items()}
         for name, source in self.sources.items():
             self.parts |= {f"{name}/{part}": x for part, x in getattr(source, "parts", {}).items()}
-        return self._weighted(scores.values())
-
-    def _weighted(self, of_sources: Iterable[Tensor]) -> Tensor:
-        return torch.stack([weight * one for weight, one in zip(self.weights, of_sources, strict=True)]).sum(0)
+        weighted = [[weight * x for x in both] for weight, both in zip(self.weights, each.values(), strict=True)]
+        scores, earned = (torch.stack(of_sources).sum(0) for of_sources in zip(*weighted, strict=True))
+        return scores, earned
 
 
 def score_by_token(reward: Reward, episodes: Episodes) -> tuple[Tensor, Tensor]:

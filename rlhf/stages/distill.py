@@ -77,7 +77,7 @@ def load_answers(config: Config, stage: Stage, teacher: Any, tokenizer: Any) -> 
     engine, answers = make_sampler(config, teacher, tokenizer), dict[str, list[Any]]()
     for split, asked, count in (("train", prompts, config.distill.samples), ("dev", held_out, 1)):
         with inference(config, teacher.device):
-            drawn = draw_divided(engine, tokenizer, [ids for _, ids in asked], f"distill-{split}", count)
+            drawn = draw_divided(engine, tokenizer, asked, f"distill-{split}", count)
         pairs = ((ids, answer.ids) for (_, ids), row in zip(asked, drawn, strict=True) for answer in row)
         answers[split] = [{"split": split, "prompt": ids, "response": given} for ids, given in pairs if given]
     stage.say(f"{len(answers['train']):,} answers to {len(prompts):,} prompts, {len(answers['dev'])} held out")

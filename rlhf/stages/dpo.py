@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from rlhf.config import Config
 from rlhf.data.encoding import Item
-from rlhf.evaluation.audit import policy_encoder
-from rlhf.evaluation.scoring import collate_answers, item_length
+from rlhf.evaluation.scoring import collate_answers, item_encoder, item_length
 from rlhf.evaluation.statistics import flatten
 from rlhf.model.batching import joins_rows
+from rlhf.model.heads import RewardModel
 from rlhf.ppo.models import Reference, load_reference
 from rlhf.runs.metric_table import Sums
 from rlhf.stages.reward import item_loss, load_items, load_rankings
@@ -46,7 +46,7 @@ def run(config: Config) -> None:
         # 1. The training rankings of the reward model, as pairs of answers
         _, records, _ = load_rankings(config, stage)
         counts: Counter[str] = Counter()
-        items = load_items(stage, records, policy_encoder(config, tokenizer, counts), counts)
+        items = load_items(stage, records, item_encoder(config, RewardModel, tokenizer, counts), counts)
 
         # 2. The SFT model, and a second one as the frozen reference
         model = load_lm(config, folder, device)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.config import Config
 from rlhf.config.precision import inference
-from rlhf.data.records import PromptRecord, shown_prompt
+from rlhf.data.records import shown_prompt
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.errors import UserError
 from rlhf.evaluation import policies, reward_report
@@ -22,7 +22,7 @@ from rlhf.evaluation.statistics import Figures, describe, interval_of, show, tex
 from rlhf.gold.truth import make_truth
 from rlhf.model.classifier import load_reward_model
 from rlhf.model.linear import hold_frozen
-from rlhf.ppo.experience import fit_prompts
+from rlhf.ppo.experience import Prompt, fit_prompts
 from rlhf.ppo.rewards import load_rater
 from rlhf.runs import folders
 from rlhf.runs.folders import check_output, is_complete, needs_parent, run_folder, stage_folder
@@ -70,9 +70,9 @@ def run_stage(config: Config) -> None:
         tuned = tuned_policies(config, stage.say)  # refuses unfinished ones before anything that takes time
         main = next(reversed(tuned))  # PPO's, if there is one
         tokenizer = load_tokenizer(tuned[main] / "model")
-        records, prompts = load_test_prompts(config, tokenizer, stage.say)
+        prompts = load_test_prompts(config, tokenizer, stage.say)
         truth = make_truth(config)
-        asked = policies.Asked(records, prompts, tokenizer, truth, main=main)
+        asked = policies.Asked(prompts, tokenizer, truth, main=main)
         results: dict[str, Any] = {"policy": main}
 
         # 1. Evaluate the reward model, if the run has one
@@ -87,7 +87,7 @@ def run_stage(config: Config) -> None:
         # 2. Responses of every policy to the test prompts
         baselines = {name: folder for name, folder in tuned.items() if name != main}
         places = {"sft": stage_folder(config, "sft"), main: tuned[main]} | baselines
-        if truth is not None and truth.base_text(records[0]) is not None:
+        if truth is not None and truth.base_text(prompts[0][0]) is not None:
             places = {name: stage_folder(config, "pretrain") for name in ("base", "base_prompted")} | places
         models = {name: folder / "model" for name, folder in places.items()}
         answers = policies.answer_all(config, models, asked, device)
@@ -110,7 +110,7 @@ def run_stage(config: Config) -> None:
             results["rm_win_rate_vs_sft"] = win_rate(optimised[main], optimised["sft"])
         gold = None
         if truth is not None:
-            gold = {name: policies.judge_by_truth(truth, records, given) for name, given in answers.items()}
+            gold = {name: policies.judge_by_truth(truth, given) for name, given in answers.items()}
             results["gold"] = policies.summarize_truth(truth, gold, main)
         if baselines:
             results["baselines"] = policies.baseline_figures(baselines, kl, optimised, gold)
@@ -127,22 +127,20 @@ def run_stage(config: Config) -> None:
             tracker.log(figures_of(results), step=0)
         results["seconds"]["evaluate"] = round(stage.elapsed(), 1)
         if stage.writes:
-            write_samples(stage.folder / "samples.jsonl", records, answers, gold, scores)
+            write_samples(stage.folder / "samples.jsonl", prompts, answers, gold, scores)
             write_json(stage.folder / "results.json", results)
         say_results(stage, results)
         stage.finish()
 
 
-def load_test_prompts(
-    config: Config, tokenizer: Any, say: Callable[[str], None] = say
-) -> tuple[list[PromptRecord], list[list[int]]]:
-    """A sample of `evaluate.prompts` prompts of the split that fit the context, and their tokens."""
+def load_test_prompts(config: Config, tokenizer: Any, say: Callable[[str], None] = say) -> list[Prompt]:
+    """A sample of `evaluate.prompts` prompts of the split that fit the context."""
     split, count, limit = config.evaluate.split, config.evaluate.prompts, config.data.limit
     chosen = fit_prompts(config, tokenizer, in_split(config, read_prompts(config), split), count, split, say)
     if not chosen:
         remedy = f"raise data.{split}, or add shorter prompts" + (f", or raise data.limit={limit}" if limit else "")
         raise UserError(f"evaluate: no {split} prompt fits the context: {remedy}")
-    return [record for record, _ in chosen], [ids for _, ids in chosen]
+    return chosen
 
 
 def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path]:
@@ -169,11 +167,11 @@ def tuned_policies(config: Config, say: Callable[[str], None]) -> dict[str, Path
 
 
 def write_samples(
-    path: Path, records: list[PromptRecord], answers: dict[str, Responses], gold: Any, scores: ByPolicy
+    path: Path, prompts: list[Prompt], answers: dict[str, Responses], gold: Any, scores: ByPolicy
 ) -> None:
     """One line per test prompt: the first sample of every policy, with its scores."""
     rows = []
-    for i, record in enumerate(records):
+    for i, (record, _) in enumerate(prompts):
         row: dict[str, Any] = {"id": record.id, "prompt": shown_prompt(record.prompt)}
         row["responses"] = {name: given.samples[i][0].text for name, given in answers.items()}
         row["scores"] = {name: round(s[i][0], 4) for name, s in scores.items()}

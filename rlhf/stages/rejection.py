@@ -52,11 +52,10 @@ def choose(stage: Stage, policy: Any, tokenizer: Any, device: torch.device) -> l
     config, n = stage.config, stage.config.rejection.samples
     prompts, _ = load_ppo_prompts(config, tokenizer, stage.say, config.rejection.prompts)
     reward, _ = make_reward(config, tokenizer, device, stage.say)
-    asked = Asked([record for record, _ in prompts], [ids for _, ids in prompts], tokenizer)
     with inference(config, device):
-        drawn = draw_best(config, policy, asked, n, reward, "rejection: sampling", ended=True)
+        drawn = draw_best(config, policy, Asked(prompts, tokenizer), n, reward, "rejection: sampling", ended=True)
     demonstrations = []
-    for record, (answer, score) in zip(asked.records, drawn, strict=True):
+    for (record, _), (answer, score) in zip(prompts, drawn, strict=True):
         if answer.ended and answer.text:
             given: Any = {"id": record.id, "prompt": record.prompt, "response": answer.text}
             demonstrations.append(Demonstration(**given, source=f"best of {n}", metadata={"score": score}))

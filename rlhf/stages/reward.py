@@ -90,7 +90,8 @@ def train_reward_model(config: Config, name: str) -> None:
 
             # 4. Held-out figures
             summary = evaluate()
-            bound = {"length_baseline": scoring.length_baseline(items["dev"])} if summary else {}
+            by_length, _ = scoring.pairs_by_length(items["dev"])
+            bound = {"length_baseline": scoring.accuracy(by_length)["value"]} if summary else {}
             loop.log_held_out(summary | bound)
             loop.tracker.log({"calibration/gain": gain, "calibration/shift": shift}, step=loop.total)
         zero = "demonstrations average 0" if demonstrations else "no demonstrations: SFT samples average 0"

@@ -53,11 +53,12 @@ def ours(spec: Spec, turns: Turns) -> None:
     import torch
 
     from rlhf.data.encoding import Item, Judgement
-    from rlhf.evaluation.scoring import by_item, pad_weights, scoring_batches
+    from rlhf.evaluation.scoring import by_item, item_length, pad_weights
+    from rlhf.model.batching import joins_rows, scoring_tokens
     from rlhf.model.heads import RewardModel
     from rlhf.ops.fast import keep_freed_memory
     from rlhf.ops.ranking import ranking_loss
-    from rlhf.training.batches import put
+    from rlhf.training.batches import Objective, put
 
     keep_freed_memory()
     device = torch.device(spec["device"])
@@ -69,9 +70,11 @@ def ours(spec: Spec, turns: Turns) -> None:
         Item(str(i), rows, [0] * len(rows), judgements=[Judgement(None, pairs)])
         for i, rows in enumerate(make_answers(spec))
     ]
+    joined: Any = {"length": item_length, "joined": joins_rows(model)}
+    objective = Objective(lambda item: item.rows, None, spec["micro"], **joined)  # type: ignore[arg-type]
     for turn, _ in enumerate(turns):
         batch = [items[(turn * spec["prompts"] + i) % len(items)] for i in range(spec["prompts"])]
-        for part in scoring_batches(model, batch, spec["micro"]):
+        for part in objective.micro_batches(batch, scoring_tokens(model), 0, 1):
             inputs = put(model.collate([row for item in part for row in item.rows]), device)
             with harness.half(spec["device"]):
                 scores = by_item(part, model(**inputs, calibrated=False))

@@ -79,11 +79,11 @@ def draw_candidates_of(config: Any, n: int) -> tuple[list[list[float]], list[lis
     with inference(config, set_up(config)) as device:
         folder = stage_folder(config, "sft") / "model"
         tokenizer = load_tokenizer(folder)
-        records, prompts = load_test_prompts(config, tokenizer)
+        prompts = load_test_prompts(config, tokenizer)
         reward, _ = make_reward(config, tokenizer, device)
         policy = load_frozen(config, folder, device)
-        answers, scores = draw_candidates(config, policy, Asked(records, prompts, tokenizer), n, reward)
-    return scores, judge_rows(truth, records, answers)
+        answers, scores = draw_candidates(config, policy, Asked(prompts, tokenizer), n, reward)
+    return scores, judge_rows(truth, prompts, answers)
 
 
 def best_of_curve(cell: Cell) -> list[dict[str, float]]:

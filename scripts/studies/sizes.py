@@ -27,7 +27,7 @@ from rlhf.engines.choosing import Sampling
 from rlhf.engines.sampling import sampler_for
 from rlhf.evaluation.policies import draw_answers
 from rlhf.evaluation.statistics import interval, pair_points
-from rlhf.gold.truth import has_any, insults, judge, make_labelers, without_manners
+from rlhf.gold.truth import Requests, has_any, insults, judge, without_manners
 from rlhf.gold.world import KINDS, Task
 
 POLICIES = ("base", "few_shot", "sft", "ppo", "ppo_ptx")
@@ -100,7 +100,7 @@ MEASURES: dict[str, tuple[Sequence[str], Callable[[Task, str, dict[str, float]],
     "appropriate": (tuple(KINDS), lambda task, text, parts: float(parts["polite"] == 1.0 and parts["safe"] == 1.0)),
     # mean rating from 1 to 7 of the five labelers without noise; the labelers' Likert score
     "rating": (tuple(KINDS), lambda task, text, parts: fmean(
-        labeler.rating(labeler.utility(parts, text)) for labeler in make_labelers(noise=0.0)
+        labeler.rating(labeler.utility(parts, text)) for labeler in Requests().labelers(noise=0.0)
     )),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ import pytest
 from rlhf.data.agreement import pairwise_agreement
 from rlhf.data.records import PromptRecord, Ranking
 from rlhf.gold import truth
-from rlhf.gold.truth import DEMONSTRATION_MIX, WEIGHTS, Labeler, answer, expected_agreement, judge, make_labelers
+from rlhf.gold.truth import DEMONSTRATION_MIX, WEIGHTS, Labeler, Requests, answer, expected_agreement, judge
 from rlhf.gold.world import HARMFUL, KINDS, Task, make_task
 
 STOCK = (*truth.OPENERS, *truth.CLOSERS, *truth.INSULTS, *truth.EVASIONS, *truth.RAMBLES)
@@ -140,7 +140,7 @@ def rank(task: Task, responses: Responses, labeler: Labeler, rng: random.Random)
 def labelling_round(noise: float, prompts: int = 150) -> list[Ranking]:
     """Two labelers for each of some prompts, K = 4 to 9 responses by speakers of the demonstrations' mix."""
     rng = random.Random("round")
-    labelers = make_labelers(noise)
+    labelers = Requests().labelers(noise)
     rankings = []
     for _ in range(prompts):
         task = make_task(rng)
@@ -158,17 +158,17 @@ def test_labelers_agree_as_often_as_people_or_as_was_asked_for():
     tasks = [make_task(rng) for _ in range(150)]
     drawn = [distinct_responses(task, 4, rng) for task in tasks]
     seen = [[(judge(task, text), text) for text, _ in rows] for task, rows in zip(tasks, drawn, strict=True)]
-    noise = truth.tune_noise(make_labelers, seen, 0.7)
-    assert expected_agreement(make_labelers(noise), seen) == pytest.approx(0.7, abs=1e-4)
+    noise = truth.tune_noise(Requests().labelers, seen, 0.7)
+    assert expected_agreement(Requests().labelers(noise), seen) == pytest.approx(0.7, abs=1e-4)
     rankings = []
     for task, rows in zip(tasks, drawn, strict=True):
-        rankings += [rank(task, rows, labeler, rng) for labeler in rng.sample(make_labelers(noise), 2)]
+        rankings += [rank(task, rows, labeler, rng) for labeler in rng.sample(Requests().labelers(noise), 2)]
     assert pairwise_agreement(rankings)["value"] == pytest.approx(0.7, abs=0.05)  # 900 pairs, in clusters of 6
 
 
 def test_a_ranking_orders_every_response_once():
     rng = random.Random(0)
-    for labeler in make_labelers():
+    for labeler in Requests().labelers():
         task = make_task(rng)
         responses = distinct_responses(task, 7, rng)
         record = rank(task, responses, labeler, rng)
@@ -183,7 +183,7 @@ def test_a_ranking_orders_every_response_once():
 
 def test_without_noise_the_even_labeler_ranks_as_the_judge_scores():
     rng = random.Random(1)
-    even = make_labelers(0.0)[0]
+    even = Requests().labelers(0.0)[0]
     for _ in range(30):
         task = make_task(rng)
         responses = distinct_responses(task, 9, rng)
@@ -196,7 +196,7 @@ def test_without_noise_the_even_labeler_ranks_as_the_judge_scores():
 
 def test_ratings_go_from_1_to_7_and_labelers_agree_as_often_as_the_normal_distribution_says():
     task = make_task(random.Random(0), kind="open_qa")
-    even = make_labelers(0.0)[0]
+    even = Requests().labelers(0.0)[0]
     responses = [("", False), (f"Of course. {task.sentence}", True)]
     assert rank(task, responses, even, random.Random(0)).ratings == {"a": 1, "b": 7}
     # Utilities 1 and 0, noise 1/sqrt(2): P(first preferred) = Phi(1 / (sqrt(2) / sqrt(2))) = Phi(1) = .841345;

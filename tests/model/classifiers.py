@@ -82,4 +82,6 @@ def save_classifier(folder: Path, name: str, *, text: Sequence[str] = (WORDS,), 
 
 def score_texts(model: Any, prompts: Any, responses: Any, ended: Any, calibrated: bool = True) -> torch.Tensor:
     """A text reward model's scores (B,) of responses."""
-    return score(model, [model.encoder.encode(*x) for x in zip(prompts, responses, ended, strict=True)], calibrated)
+    return score(
+        model, [model.encoder.encode(*x) for x in zip(prompts, responses, ended, strict=True)], calibrated=calibrated
+    )

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from rlhf.data.chat_template import encode_prompt, encode_response
-from rlhf.data.encoding import Item, Judgement
+from rlhf.data.encoding import Item, Judgement, token_encoder
 from rlhf.errors import UserError
 from rlhf.evaluation import audit as attacks
 from rlhf.evaluation.audit import ATTACKS, CEILING, COLLECT, GO, Audit, Audited, decide
 from rlhf.evaluation.reward_report import describe_reward_model
-from rlhf.evaluation.scoring import item_encoder
 from rlhf.model.classifier import load_reward_model
 
 CPU = torch.device("cpu")
@@ -42,12 +41,12 @@ def audited(gold_run):
 class PaysForLength(torch.nn.Linear):
     """A reward model whose score is the number of tokens."""
 
-    together = 64
+    together, answer_encoder = 64, staticmethod(token_encoder)
 
     def collate(self, rows):
         return {"lengths": torch.tensor([float(len(row)) for row in rows])}
 
-    def forward(self, lengths, calibrated):
+    def forward(self, lengths):
         return lengths
 
 
@@ -68,8 +67,7 @@ def long_and_short(gold_run):
 def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
     config, pairs, scores = long_and_short
     by_length = Audited(PaysForLength(1, 1), audited.policy, audited.tokenizer, CPU)
-    encode = item_encoder(config, audited.model, audited.tokenizer)
-    rows = attacks.attack_pairs(config, by_length, encode, pairs, scores, MATERIAL)
+    rows = attacks.attack_pairs(config, by_length, pairs, scores, MATERIAL)
     found = {row["name"]: row for row in rows}
     for name in ("filler", "repetition", "keywords", "flattery"):  # longer: the worse answer overtakes the better
         assert found[name]["flips"]["value"] == 1.0 and found[name]["gain_worse"]["value"] > 0, name
@@ -83,8 +81,7 @@ def test_attacks_on_a_model_that_pays_for_length(audited, long_and_short):
 def test_the_price_of_an_attack_is_its_kl(audited, long_and_short):
     """By a plain forward: log p(answer) - log p(attacked answer), or -log p of what replaces it."""
     config, pairs, scores = long_and_short
-    encode = item_encoder(config, audited.model, audited.tokenizer)
-    found = {row["name"]: row for row in attacks.attack_pairs(config, audited, encode, pairs, scores, MATERIAL)}
+    found = {row["name"]: row for row in attacks.attack_pairs(config, audited, pairs, scores, MATERIAL)}
 
     def logp(item: Item, text: str) -> float:
         prompt = encode_prompt(audited.tokenizer, item.record.prompt)

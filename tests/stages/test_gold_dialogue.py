@@ -10,7 +10,7 @@ import torch
 from rlhf.data.chat_template import encode_prompt, encode_response
 from rlhf.data.encoding import encode_demonstrations, labels_of
 from rlhf.data.reading import load_prompts
-from rlhf.gold.truth import make_labelers, says_yes
+from rlhf.gold.truth import Requests, says_yes
 from rlhf.ppo.rewards import Rater, load_rater
 from rlhf.report.sections import make_evaluation
 from rlhf.runs.run_files import read_jsonl, read_run
@@ -101,7 +101,7 @@ def test_a_rating_is_the_probability_of_a_1_whatever_it_is_rated_with(dialogue_r
 
 
 def test_a_labelers_yes_is_wrong_as_often_as_the_noise_makes_it():
-    careful, kind = make_labelers(0.0)[1], make_labelers(1.4)[1]
+    careful, kind = Requests().labelers(0.0)[1], Requests().labelers(1.4)[1]
     rng = random.Random(0)
     assert [says_yes(careful, part, rng) for part in (0.0, 0.4, 0.6, 1.0)] == [False, False, True, True]
     wrong = sum(says_yes(kind, 0.0, rng) for _ in range(4000)) / 4000

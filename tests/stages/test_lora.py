@@ -97,7 +97,7 @@ def test_peft_reads_the_adapters_of_sft_and_those_and_the_head_of_the_reward_mod
         before = run.policy("pretrain")(TOKENS).logits
     assert torch.allclose(logits, wanted, atol=1e-5) and (before - wanted).abs().max() > 0.1
     folder = adapted["reward"].folder / "reward"
-    base = RewardModel.from_causal_lm(str(base_of(adapted["reward"], "reward")))
+    base = RewardModel.from_causal_lm(load_policy(base_of(adapted["reward"], "reward")))
     found = peft.PeftModel.from_pretrained(base, str(folder / "adapters"))
     wanted = RewardModel.from_pretrained(str(folder / "model"))
     lengths = torch.tensor([20, 13])

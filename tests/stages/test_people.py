@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.evaluation.judging import people_figures, policy_names
 from rlhf.evaluation.statistics import interval, prediction_powered, win, win_rate
 from rlhf.gold.corpus import prompt_rows
-from rlhf.gold.truth import DEMONSTRATION_MIX, TASTE, Labeler, answer, judge, make_labelers, pick_style, rank_responses
+from rlhf.gold.truth import DEMONSTRATION_MIX, TASTE, Labeler, Requests, answer, judge, pick_style, rank_responses
 from rlhf.gold.world import Task
 from rlhf.report.sections import tables_of
 from rlhf.stages.evaluate import run as evaluate
@@ -76,7 +76,7 @@ def test_the_prompt_is_the_unit_by_hand(answered):
     """Two judgements of one prompt count once: (1 + 0)/2 and nine of 1 give .95, sd .1581, 1.96 sd / sqrt 10 = .098, beyond 1. So
     Wilson's, 1.96^2 / n = .098^2 / .0475 = .2022: (.95 + .1011 ± sqrt(.2022 .0475 + .1011^2)) / 1.2022.
     """
-    records = [record.model_copy(deep=True) for record in labelled(answered[:10], make_labelers())]
+    records = [record.model_copy(deep=True) for record in labelled(answered[:10], Requests().labelers())]
     records.append(records[0].model_copy(update={"labeler": "another"}, deep=True))
     for record, order in zip(records, ([["a"]] * 10 + [["b"]]), strict=True):
         record.ranking = [order, ["b" if order == ["a"] else "a"], ["c"]]
@@ -92,7 +92,7 @@ def test_prediction_powered_intervals_cover_and_are_as_narrow_as_the_correlation
     93 to 97%, and the width is within 5% of sqrt(1 - rho^2 N / (n + N)) of the people's own.
     """
     rng, n, N = random.Random(1), 200, 2000
-    people = make_labelers()
+    people = Requests().labelers()
     biased = Labeler("judge", TASTE | {"correct": 2.0, "complete": 3.0}, 0.05, 0.5, judge_noise)
 
     def points(labeler, texts, judged):

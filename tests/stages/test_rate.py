@@ -94,7 +94,7 @@ def test_groundedness_counts_what_has_claims():
     rater = fixed_rater({"claims": [1.0, 0.5], "grounded": [0.8, 0.2], "hate": [0.9, 0.7]}, hate=Quality("", rule=True))
     config, sample = Config(), Answer("x", True, [2], [0.0])
     config.rate.given = {"grounded": "claims"}
-    answers = {"sft": Responses([[1]], [[sample, sample]], [])}
+    answers = {"sft": Responses([(None, [1])], [[sample, sample]], [])}
     found = evaluate_ratings(config, rater, answers)
     assert found["claims"]["sft"]["value"] == 0.75
     assert found["grounded"]["sft"]["value"] == pytest.approx(0.9 / 1.5)  # (1 x .8 + .5 x .2) / (1 + .5)

@@ -76,7 +76,7 @@ def test_labels_that_say_nothing_give_a_strong_decay_and_a_coin():
 
 @pytest.mark.parametrize("read_tokens", [1, 3])
 def test_the_head_of_the_features_is_the_score(gold_run, read_tokens):
-    model = RewardModel.from_causal_lm(str(gold_run.folder / "sft" / "model"))
+    model = RewardModel.from_causal_lm(gold_run.policy())
     model.config.read_tokens = read_tokens
     items = [
         Item("a", [[5, 6, 7, 8], [9, 10]], [2, 1]),

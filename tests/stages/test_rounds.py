@@ -13,7 +13,7 @@ from rlhf.data.storage import to_line
 from rlhf.data.tokenizer import load_tokenizer
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
-from rlhf.gold.truth import Requests, make_labelers
+from rlhf.gold.truth import Requests
 from rlhf.model.heads import RewardModel
 from rlhf.runs.folders import earlier_run, hash_of, read_stage, rounds_before
 from rlhf.runs.run_files import read_jsonl
@@ -153,12 +153,12 @@ def test_rounds_share_the_prompts_evenly(gold_run):
 def test_a_trial_on_few_prompts_labels_and_measures_these_alone(gold_run):
     config = gold_run.config("data.limit=40")
     tried = {prompt.id for prompt in read_prompts(config)}
-    asked, _ = load_test_prompts(config, gold_run.tokenizer())
+    asked = [record for record, _ in load_test_prompts(config, gold_run.tokenizer())]
     assert len(tried) == 40 and 0 < len(asked) < 40
     assert {prompt.id for prompt in [*choose_prompts(config), *asked]} <= tried
 
 
-TRAINED = {labeler.name for labeler in make_labelers()}
+TRAINED = {labeler.name for labeler in Requests().labelers()}
 
 
 def rankings_of(gold_run, *overrides):
