@@ -1,6 +1,7 @@
 """Rollouts: where log-probs, values and scores are read, and what a batch's composition may not change."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from rlhf.data.records import PromptRecord
 from rlhf.engines import decoder
 from rlhf.engines.sampling import sample
 from rlhf.errors import UserError
-from rlhf.model import GPTForCausalLM, RewardModel
+from rlhf.model import RewardModel
 from rlhf.model.fused_loss import before_responses, response_logprobs
 from rlhf.model.heads import ScalarHead
 from rlhf.ops import fast
@@ -20,17 +21,12 @@ from rlhf.ppo.models import ActorCritic, Reference
 from rlhf.ppo.rewards import ModelReward
 from rlhf.ppo.update import check_first_rollout, check_sampler
 from tests.oracles import row_logprobs, token_values
-from tests.presets import preset
+from tests.presets import make_gpt
 
 VOCAB, EOS, PAD = 29, 5, 0
 PROMPTS = [[1, 7, 8, 9, 2], [1, 2], [1, 11, 12, 2], [1, 13, 14, 15, 16, 17, 18, 2], [1, 20, 2]]
-
-
-def make_policy(seed: int) -> GPTForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 32}
-    # wide weights, so that log-probs differ from token to token
-    return GPTForCausalLM(preset("tiny", initializer_range=0.3, **sizes)).eval()
+# wide weights, so that log-probs differ from token to token
+make_policy = partial(make_gpt, vocab_size=VOCAB, initializer_range=0.3)
 
 
 def make_reward_model(seed: int) -> RewardModel:
@@ -199,9 +195,8 @@ def test_logprob_of_a_token_is_read_one_token_earlier():
 
 def rollout_of_four_layers(spread: float, fault: str = "", layers: int = 4) -> Rollout:
     """1280 tokens of a model whose weights have a deviation, sampled and recomputed in bfloat16; with a fault in between."""
-    torch.manual_seed(0)
     sizes = {"vocab_size": 1024, "context_length": 128, "n_layer": layers, "n_head": 4, "width": 128}
-    policy = GPTForCausalLM(preset("tiny", initializer_range=spread, **sizes)).eval()
+    policy = make_gpt(initializer_range=spread, **sizes)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(4, 64, (40,), generator=generator).tolist()
     asked = [torch.randint(1, 1024, (n,), generator=generator).tolist() for n in lengths]

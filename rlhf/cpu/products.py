@@ -80,13 +80,8 @@ def serves(x: Tensor, outputs: int) -> bool:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b (…, O) of x (…, I) and weight (O, I), with gradients unless the weight is packed; by torch if that is not slower."""
-    if (
-        _packed
-        and x.dim() == 2
-        and len(x) <= PACKED_ROWS
-        and not off
-        and (packed := _packed.get(id(weight))) is not None
-    ):
+    packed = _packed.get(id(weight)) if x.dim() == 2 and len(x) <= PACKED_ROWS and not off else None
+    if packed is not None:
         multiply: Any = onednn_product()
         return multiply(x.to(weight.dtype), packed, bias, "none", [], "")
     if not serves(x, len(weight)) or weight.dtype != x.dtype or hasattr(weight, "ds_id"):  # under ZeRO-3 it is a part

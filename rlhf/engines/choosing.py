@@ -109,8 +109,7 @@ def choose_tokens(logits: Tensor, uniforms: Tensor, choice: Choice) -> tuple[Ten
         return fast.invert(logits, uniforms, choice.temperature)
     logits = logits.float() if choice.temperature == 1.0 else logits.float() / choice.temperature
     probs = torch.softmax(logits, dim=-1)
-    cut = _cut(probs, choice.top_p)
-    tokens = logits.argmax(-1, keepdim=True) if choice.greedy else _invert(cut, uniforms[:, None])
+    tokens = logits.argmax(-1, keepdim=True) if choice.greedy else _invert(_cut(probs, choice.top_p), uniforms[:, None])
     # the probability of a drawn token is well above the smallest float, so its logarithm is as accurate as a
     # log-softmax's, which would take a second pass of exponentials
     return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log()

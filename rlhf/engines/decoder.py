@@ -241,9 +241,8 @@ class Decoder:
         rope = None if self.rope is None else (self.rope[0][self.lengths], self.rope[1][self.lengths])
         for layer, (keys, values) in zip(trunk.layers, self.cache, strict=True):
             qkv = layer.attention.project(layer.before_attention(x), rope)  # (N, H or KV, D/H) each
-            x = layer.after_attention(
-                x, layer.attention.out(attend_to_cache(qkv, (keys, values), layer.attention.window))
-            )
+            y = attend_to_cache(qkv, (keys, values), layer.attention.window)
+            x = layer.after_attention(x, layer.attention.out(y))
         logits = self._logits(x)
         self.column += 1
         self.lengths += 1

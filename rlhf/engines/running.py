@@ -103,8 +103,7 @@ class RunningBatch:
             if "position_ids" in known:  # some classes count from 0 in each call
                 more["position_ids"] = torch.tensor([[len(text) - 1]], device=self.device)
             text = text[-1:]
-        given = torch.tensor([text], device=self.device)
-        output = self.model(given, past_key_values=one.cache, use_cache=True, **more)
+        output = self.model(torch.tensor([text], device=self.device), past_key_values=one.cache, use_cache=True, **more)
         one.cache = getattr(output, "past_key_values", None)  # some classes have none
         return output.logits[:, -1]
 

@@ -4,6 +4,7 @@ transformers' `generate` for other classes, and `make_sampler`, which chooses.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class NativeEngine(SamplingEngine):
     def __init__(self, model: Any, settings: Sampling):
         super().__init__(model, settings)
         self.lasting: Decoder | None = None  # on a GPU it stays from call to call
-        # most rows by columns, of a GPU: its cache stays, so later there is less memory free
-        self.rows: dict[int, int] = {}
+        # on a GPU, by blocks of columns, measured once: its cache stays, so later there is less memory free
+        self.most_at = lru_cache(None)(lambda blocks: super(NativeEngine, self).most_rows(blocks * GROWTH))
 
     def draw(self, prompts: Prompts, uniforms: Tensor, eos: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
         steps = how.max_new_tokens
@@ -65,12 +66,7 @@ class NativeEngine(SamplingEngine):
         return sampled, logprobs
 
     def most_rows(self, columns: int) -> int:
-        if not on_gpu(self.model):
-            return super().most_rows(columns)
-        blocks = -(-columns // GROWTH)
-        if blocks not in self.rows:
-            self.rows[blocks] = super().most_rows(blocks * GROWTH)
-        return self.rows[blocks]
+        return self.most_at(-(-columns // GROWTH)) if on_gpu(self.model) else super().most_rows(columns)
 
     @contextmanager
     def prepared(self, rows: int, columns: int, steps: int) -> Iterator[None]:

@@ -10,15 +10,18 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from rlhf.config.setting import listed
 from rlhf.data.chat_template import ENDS, find_end_of_turn, use_completion
 from rlhf.data.tokenizer import CHAT_TEMPLATE, END, ROLES, open_tokenizer
 from rlhf.errors import UserError, optional, reading
 from rlhf.model.architectures import ARCHITECTURES, special_ids, why_not_native
 from rlhf.model.checkpoint import (
     ADAPTED,
+    RESTORE,
     UNSTATED_CONTEXT,
     WEIGHTS,
     Checkpoint,
+    Ids,
     check_finite,
     load_whole,
     read_checkpoint,
@@ -29,6 +32,7 @@ from rlhf.model.convert import from_transformers
 from rlhf.model.interface import lm
 from rlhf.ops.fast import by_torch_alone
 from rlhf.system.files import download, sha256_file
+from rlhf.system.schemas import read_checked
 from rlhf.system.terminal import say
 
 Native = Literal["auto"] | bool
@@ -69,17 +73,9 @@ def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None
     model.generation_config = GenerationConfig(**{**special_ids(tokenizer), "eos_token_id": ends or None})
     for note in notes:
         say(note)
-    record = {
-        "source": checkpoint.source,
-        "revision": checkpoint.revision,
-        "parameters": checkpoint.parameters,
-        "dtype": checkpoint.dtype,
-        "licence": checkpoint.licence,
-        "sha256": {path.name: sha256_file(path) for path in files},
-        "native": not reason,
-        "context": lm(model).context,
-        "notes": notes,
-    }
+    record = {name: getattr(checkpoint, name) for name in ("source", "revision", "parameters", "dtype", "licence")}
+    hashes = {path.name: sha256_file(path) for path in files}
+    record |= {"sha256": hashes, "native": not reason, "context": lm(model).context, "notes": notes}
     return Adopted(model, tokenizer, record)
 
 
@@ -116,13 +112,14 @@ def add_chat_form(checkpoint: Checkpoint, tokenizer: Any) -> list[str]:
         tokenizer.add_special_tokens({"extra_special_tokens": [*ROLES.values(), END]})
         tokenizer.chat_template = CHAT_TEMPLATE
         notes.append(f"no chat template: given ours, with the new tokens {' '.join([*ROLES.values(), END])}")
-    known, turn = checkpoint.stated_ends(), find_end_of_turn(tokenizer)
+    stated = None if checkpoint.gguf else read_checked(checkpoint.folder / "generation_config.json", Ids, RESTORE)
+    known = [*listed((stated or {}).get("eos_token_id")), *listed(checkpoint.config.eos_token_id)]
+    turn = find_end_of_turn(tokenizer)
     if tokenizer.chat_template == CHAT_TEMPLATE or tokenizer.eos_token_id is None:
         if turn is None and not known:
             raise UserError(f"model.pretrained={checkpoint.source}: no end token: set eos_token in its tokenizer")
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(known[0] if turn is None else turn)
-    ends = dict.fromkeys([turn, tokenizer.eos_token_id, *known])
-    tokenizer.init_kwargs[ENDS] = [i for i in ends if i is not None]
+    tokenizer.init_kwargs[ENDS] = [i for i in dict.fromkeys([turn, tokenizer.eos_token_id, *known]) if i is not None]
     return notes
 
 
@@ -132,10 +129,8 @@ def load_weights(checkpoint: Checkpoint) -> Any:
         if not weight_files(checkpoint.folder):
             download("model.pretrained=", checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
-    formats: dict[str, Any] = checkpoint.gguf or {"use_safetensors": safe}
-    model: Any = load_whole(
-        AutoModelForCausalLM, str(checkpoint.folder), **formats, weights_only=True, dtype=torch.float32
-    )
+    how: Any = {**(checkpoint.gguf or {"use_safetensors": safe}), "weights_only": True, "dtype": torch.float32}
+    model: Any = load_whole(AutoModelForCausalLM, str(checkpoint.folder), **how)
     if checkpoint.gguf:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config
@@ -150,10 +145,9 @@ def load_weights(checkpoint: Checkpoint) -> Any:
 
 def merge_adapters(model: Any, checkpoint: Checkpoint) -> Any:
     """The model with the weights that PEFT's adapters give it."""
-    peft = optional("peft", f"model.pretrained={checkpoint.adapters}")
-    with reading(
-        f"model.pretrained={checkpoint.adapters}: not readable adapters", f"give those of {checkpoint.source}"
-    ):
+    what = f"model.pretrained={checkpoint.adapters}"
+    peft = optional("peft", what)
+    with reading(f"{what}: not readable adapters", f"give those of {checkpoint.source}"):
         stored, embedding = stored_tensors([Path(str(checkpoint.adapters), ADAPTED)]), model.get_input_embeddings()
         found = (name for name in stored if re.search(r"(embed_tokens|embed_in|wte)\.weight$", name))
         rows = stored[name][1] // embedding.embedding_dim if (name := next(found, None)) else 0

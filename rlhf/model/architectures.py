@@ -279,12 +279,9 @@ def _neox_modules(c: GPTConfig) -> Modules:
     """Their fused matrix is ordered by head, then query, key, value. They rotate channel i with i + R/2 of the first R channels, ours with
     i + head_dim/2; queries and keys may be reordered alike: their products do not change.
     """
-    turning, half = int(c.head_dim * c.rotary_share) // 2, c.head_dim // 2
-    channels = torch.arange(c.head_dim)
-    still = channels[2 * turning :]
-    order = torch.cat(
-        (channels[:turning], still[: half - turning], channels[turning : 2 * turning], still[half - turning :])
-    )
+    turning, channels = int(c.head_dim * c.rotary_share), torch.arange(c.head_dim)
+    halves = zip(channels[:turning].tensor_split(2), channels[turning:].tensor_split(2), strict=True)
+    order = torch.cat([part for half in halves for part in half])
     back = order.argsort()
 
     def join(theirs: list[Tensor]) -> Tensor:

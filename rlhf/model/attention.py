@@ -143,8 +143,7 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in self.project(x, rope))  # (B, H or KV, T, D/H)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
-        dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, mask, dropout, self.causal)
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.causal)
         return self.out(select(y.transpose(1, 2).flatten(2), kept))  # (B, T, D) or (N, D)
 
 

@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from rlhf.config.setting import listed
 from rlhf.errors import UserError, optional, reading
 from rlhf.model.architectures import special_ids, why_not_native
 from rlhf.model.gpt_config import MOST_LAYERS
@@ -83,11 +82,6 @@ class Checkpoint:
         stated = getattr(self.config, "max_position_embeddings", None)
         return None if stated == -1 else stated
 
-    def stated_ends(self) -> list[int]:
-        """What generation_config.json and config.json state as end tokens. Raises: UserError if it is no ids."""
-        generation = None if self.gguf else read_checked(self.folder / "generation_config.json", Ids, RESTORE)
-        return [*listed((generation or {}).get("eos_token_id")), *listed(self.config.eos_token_id)]
-
     def weight_files(self) -> list[Path]:
         """The weight files. Raises: UserError if there are none in a format that is safe to read."""
         files = [self.folder / name for name in self.gguf.values()] or weight_files(self.folder)
@@ -138,17 +132,9 @@ def read_checkpoint(source: str | Path) -> Checkpoint:
     what = f"model.pretrained={source}: no causal language model can be made of this {config.model_type}"
     with reading(what, "give one that generates text"), torch.device("meta"):  # nothing is allocated
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **CHOSEN_HERE)
-    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    return Checkpoint(
-        source=source,
-        folder=folder,
-        gguf=gguf,
-        revision=revision,
-        config=config,
-        parameters=sum(p.numel() for p in model.parameters()),
-        dtype="GGUF" if gguf else dtype,
-        licence=_read_licence(folder, gguf),
-    )
+    dtype = "GGUF" if gguf else str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    parameters = sum(p.numel() for p in model.parameters())
+    return Checkpoint(source, folder, gguf, revision, config, parameters, dtype, _read_licence(folder, gguf))
 
 
 def _read_adapters(source: str, folder: Path, revision: str | None) -> Checkpoint:
@@ -207,10 +193,10 @@ def _read_licence(folder: Path, gguf: dict[str, str]) -> str | None:
 # ------------------------------------------------------------------------------------------------- loading
 
 
-def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool = False, **keywords: Any) -> Any:
+def load_whole(loader: Any, source: str, new_head: bool = False, **keywords: Any) -> Any:
     """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other.
 
-    new_head: weights outside the trunk's layers may be missing, since they will be trained; headless: a head in the file is ignored.
+    new_head: weights outside the trunk's layers may be missing, since they will be trained, and others are ignored.
     Raises: UserError if weights are missing, left over, of another shape, or not finite, or if a file cannot be read.
     """
     gguf = {name: keywords[name] for name in ("gguf_file",) if name in keywords}
@@ -227,7 +213,6 @@ def load_whole(loader: Any, source: str, new_head: bool = False, headless: bool 
     missing, left = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if new_head:
         missing = [name for name in missing if LAYER.search(name) and name.startswith(model.base_model_prefix)]
-    if headless or new_head:
         left = [name for name in left if LAYER.search(name)]
     for names, what in ((missing, "missing from the file"), (left, "not in the model of config.json")):
         if names:

@@ -190,10 +190,8 @@ class TextRewardModel(nn.Module):
     def collate(self, rows: Sequence[TextRow]) -> dict[str, Tensor]:
         """{"input_ids", "attention_mask", …}: (B, T) int64, padded on the right, or before the last place if the head reads that."""
         side = "left" if getattr(self.network.config, "summary_type", None) == "last" else "right"  # XLNet's
-        fields = {
-            "input_ids": ([row.ids for row in rows], self.pad),
-            "attention_mask": ([[1] * len(row) for row in rows], 0),
-        }
+        ids, real = [row.ids for row in rows], [[1] * len(row) for row in rows]
+        fields = {"input_ids": (ids, self.pad), "attention_mask": (real, 0)}
         if self._takes_types:
             fields["token_type_ids"] = ([row.types for row in rows], 0)
         return {name: right_pad(values, pad, side)[0] for name, (values, pad) in fields.items()}
@@ -224,8 +222,7 @@ class TextRewardModel(nn.Module):
         if calibration is None and config.num_labels != 1:
             has = f"a {config.model_type} with {config.num_labels} labels is no reward model"
             raise UserError(f"{source}: {has}: train it with reward.model, or give a classifier with one label")
-        gain, shift = (calibration["gain"], calibration["shift"]) if calibration else (1.0, 0.0)
-        return cls(_read_network(str(source), config, tokenizer), tokenizer, gain, shift).eval()
+        return cls(_read_network(str(source), config, tokenizer), tokenizer, **(calibration or {})).eval()
 
 
 def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel | TextRewardModel:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,12 +39,11 @@ class NextToken(nn.Module):
         model, known = self.model, lm(self.model)
         targets, before = before_labels(labels)
         inputs["use_cache"] = False
-        if known.logits_are == "own":
-            logits = model(**inputs).logits.flatten(0, 1).index_select(0, before)
-            return F.cross_entropy(logits.float(), targets, reduction="sum") / denominator
         experts = known.native and model.config.experts
         # The balance loss needs all tokens of a row; if nearly all are chosen, nothing is saved.
-        if known.native and not experts and len(before) <= labels.numel() * 7 // 8:
+        if known.logits_are == "own":
+            hidden = model(**inputs).logits.flatten(0, 1).index_select(0, before)
+        elif known.native and not experts and len(before) <= labels.numel() * 7 // 8:
             hidden = model.base_model(**inputs, kept=before).last_hidden_state
         else:
             hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1).index_select(0, before)
@@ -54,7 +52,7 @@ class NextToken(nn.Module):
 
 
 def summed_nats(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    """-sum of log P(targets (N,)) after hidden states (N, D), of a model whose logits are not its "own"."""
+    """-sum of log P(targets (N,)); hidden: as of `chosen_logprobs`."""
     head = model.get_output_embeddings()
     if lm(model).logits_are == "product" and is_plain(head):
         return unembedded_cross_entropy(hidden, head.weight, targets)

@@ -14,7 +14,7 @@ from rlhf.data.encoding import encode_demonstrations, token_encoder
 from rlhf.data.records import Demonstration
 from rlhf.errors import UserError
 from rlhf.model.batching import right_pad
-from rlhf.model.checkpoint import CHOSEN_HERE, LAYER, load_whole
+from rlhf.model.checkpoint import CHOSEN_HERE, LAYER
 from rlhf.model.fused_loss import chosen_logprobs
 from rlhf.model.interface import Episodes, lm
 from rlhf.model.linear import Float32Linear
@@ -149,13 +149,12 @@ class RewardModel(PreTrainedModel):
             self.head.initialise()
 
     @classmethod
-    def from_causal_lm(cls, source: str | PreTrainedModel, layers: int | str | None = None) -> "RewardModel":
+    def from_causal_lm(cls, source: PreTrainedModel, layers: int | str | None = None) -> "RewardModel":
         """A reward model on a copy of a causal LM's trunk, with a fresh head.
 
-        source: a folder or hub name, or a loaded model. layers: how many of the trunk's first blocks are kept, or "mix", whose
-        head reads a learned mix of all layers; None: all.
+        layers: how many of the trunk's first blocks are kept, or "mix", whose head reads a learned mix of all layers; None: all.
         """
-        trunk: Any = load_whole(AutoModel, source, headless=True) if isinstance(source, str) else source.base_model
+        trunk: Any = source.base_model
         config = first_blocks(trunk, layers) if isinstance(layers, int) else trunk.config
         model = cls(RewardConfig(trunk=config, mix=layers == "mix"))
         nn.Module.to(model, device=trunk.device, dtype=trunk.dtype)
@@ -225,13 +224,8 @@ class RewardModel(PreTrainedModel):
         """The batch of these rows, arguments of `forward`; what the padding contains changes no score."""
         return dict(zip(("tokens", "lengths"), right_pad(rows, 0), strict=True))
 
-    @property
-    def gain(self) -> float:
-        return self.config.gain
-
-    @property
-    def shift(self) -> float:
-        return self.config.shift
+    gain = property(lambda self: self.config.gain)
+    shift = property(lambda self: self.config.shift)
 
     def calibrate(self, gain: float, shift: float) -> None:
         """Set the calibration, which the checkpoint carries."""

@@ -51,9 +51,8 @@ def round_frozen(model: nn.Module) -> None:
     On a CPU, where keeping both would take more memory, weights that would lose something stay in float32.
     """
     for p in product_weights(model):
-        if p.requires_grad or p.dtype != torch.float32:
-            continue
-        if p.is_cuda or p.data.to(torch.bfloat16).float().equal(p.data):
+        frozen = not p.requires_grad and p.dtype == torch.float32
+        if frozen and (p.is_cuda or p.data.to(torch.bfloat16).float().equal(p.data)):
             hold_rounded(p)
 
 

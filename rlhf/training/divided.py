@@ -30,7 +30,10 @@ LEAST = 2**14  # elements
 
 def load_lm(config: Config, folder: Path, device: torch.device, dropout: float | None = None) -> Any:
     """`load_policy`, divided under ZeRO-3."""
-    if zero_stage(config) == 3 and (model := _divided(config, read_policy_config(folder, dropout), folder, device)) is not None:
+    if (
+        zero_stage(config) == 3
+        and (model := _divided(config, read_policy_config(folder, dropout), folder, device)) is not None
+    ):
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(str(folder))
         return model
@@ -55,7 +58,7 @@ def reward_model_on(config: Config, folder: Path, device: torch.device, layers: 
             trunk = whole.base_model
             kept = first_blocks(trunk, layers) if isinstance(layers, int) else trunk.config
             return RewardModel.on_trunk(RewardConfig(trunk=kept, mix=layers == "mix"), trunk)
-    return RewardModel.from_causal_lm(str(folder), layers)
+    return RewardModel.from_causal_lm(load_policy(folder), layers)
 
 
 @torch.no_grad()
@@ -70,8 +73,8 @@ def _divided(config: Config, described: Any, folder: Path, device: torch.device)
         if isinstance(described, RewardConfig):
             model: Any = RewardModel(described)
         else:
-            how: Any = {"dtype": torch.float32, "trust_remote_code": False, **CHOSEN_HERE}
-            model = AutoModelForCausalLM.from_config(described, **how)
+            like: Any = AutoModelForCausalLM
+            model = like.from_config(described, dtype=torch.float32, trust_remote_code=False, **CHOSEN_HERE)
     model.tie_weights()
     names: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

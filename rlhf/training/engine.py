@@ -55,9 +55,7 @@ class Engine:
     # whether ZeRO owns the gradients: they cannot be read before the step, which all ranks take together
     sharded = False
 
-    def __init__(
-        self, module: Any, optimizer: torch.optim.Optimizer, device: torch.device, bfloat16: bool, most: float
-    ):
+    def __init__(self, module: Any, optimizer: Any, device: torch.device, bfloat16: bool, most: float):
         self.module, self.optimizer, self.device, self.bfloat16 = module, optimizer, device, bfloat16
         self.max_grad_norm = most
         self.ranks = Ranks(device)
@@ -166,9 +164,8 @@ class Engine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         whole, *each = torch.stack([torch.stack(list(norms.values())).norm(), *norms.values()]).tolist()
-        return {"optim/grad_norm": whole} | {
-            f"optim/{name}_grad_norm": x for name, x in zip(norms, each, strict=True) if name
-        }
+        by_part = {f"optim/{name}_grad_norm": x for name, x in zip(norms, each, strict=True) if name}
+        return {"optim/grad_norm": whole} | by_part
 
     def whole(self, part: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
         """A context with a part of the module that has all its weights on this rank."""
@@ -215,9 +212,7 @@ class ZeroEngine(Engine):
 
     sharded = True
 
-    def __init__(
-        self, config: Config, module: nn.Module, optimizer: Any, device: torch.device, most: float, sampled: Any
-    ):
+    def __init__(self, config: Config, module: Any, optimizer: Any, device: torch.device, most: float, sampled: Any):
         deepspeed = import_deepspeed(device)
         super().__init__(module, optimizer, device, wants_bfloat16(config, device), most)
         stage = zero_stage(config)
@@ -286,8 +281,7 @@ def make_engine(
     """
     groups = decay_groups(module, settings) if groups is None else groups
     module.to(device)
-    on_host = DEEPSPEED[config.deepspeed][1]
-    optimizer: Any = make_adamw(groups, on_host=on_host) if isinstance(groups, list) else groups
+    optimizer: Any = make_adamw(groups, on_host=DEEPSPEED[config.deepspeed][1]) if isinstance(groups, list) else groups
     bfloat16 = wants_bfloat16(config, device)
     if zero_stage(config):
         engine: Engine = ZeroEngine(config, module, optimizer, device, settings.max_grad_norm, sampled)

@@ -19,8 +19,8 @@ def make_adamw(groups: list[dict[str, Any]], *, on_host: bool = False) -> torch.
     """AdamW over groups of `decay_groups`. on_host: DeepSpeed's, where ZeRO offloads the optimizer."""
     if not on_host:
         devices = {p.device.type for group in groups for p in group["params"]}
-        fused = True if devices == {"cuda"} else None  # one kernel updates all; otherwise torch chooses
-        return torch.optim.AdamW(groups, weight_decay=0.0, fused=fused)
+        # on a GPU one kernel updates all; otherwise torch chooses
+        return torch.optim.AdamW(groups, weight_decay=0.0, fused=True if devices == {"cuda"} else None)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, weight_decay=0.0, adamw_mode=True)

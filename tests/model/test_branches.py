@@ -1,25 +1,21 @@
 """Rows in batches: padded on the right, grouped by length, and joined where they begin alike."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from rlhf.model import GPTForCausalLM, RewardModel
+from rlhf.model import RewardModel
 from rlhf.model.batching import by_length, choose_groups, join, right_pad
 from rlhf.model.fused_loss import response_logprobs
-from tests.presets import preset
+from tests.presets import make_gpt
 
 ROWS = [[5, 6, 7, 8], [4, 4, 4], [5, 6, 7, 9, 1], [3], [4, 4, 4, 4], [5, 6, 2]]
 # 5, 6 once, then 7 8, 7 9 1 and 2; of a row that begins another one, the last token is its own
 GROUPS = [[0, 2, 5], [1, 4], [3]]
-
-
-def make_policy(**overrides) -> GPTForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 53, "context_length": 64, "n_layer": 2, "n_head": 2, "width": 32}
-    return GPTForCausalLM(preset("tiny", **{**sizes, **overrides}))
+make_policy = partial(make_gpt, vocab_size=53, context_length=64)
 
 
 def siblings(draw: torch.Generator) -> tuple[list[list[int]], list[int]]:

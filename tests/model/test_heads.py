@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -6,19 +7,14 @@ import torch.nn.functional as F
 from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from rlhf.errors import UserError
-from rlhf.model import GPTConfig, GPTForCausalLM, RewardConfig, RewardModel
+from rlhf.model import GPTConfig, RewardConfig, RewardModel
 from rlhf.model.convert import export_reward
 from tests.oracles import token_values
-from tests.presets import preset
+from tests.presets import make_gpt
 
 VOCAB, WIDTH = 53, 32
 LENGTHS = torch.tensor([9, 4, 7])
-
-
-def make_policy(**overrides) -> GPTForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "context_length": 32, "n_layer": 2, "n_head": 2, "width": WIDTH}
-    return GPTForCausalLM(preset("tiny", **{**sizes, **overrides})).eval()
+make_policy = partial(make_gpt, vocab_size=VOCAB)
 
 
 @pytest.fixture
@@ -95,16 +91,14 @@ def test_head_initialisation():
 
 
 @torch.no_grad()
-def test_the_trunk_is_the_policys_and_the_policy_stays(tokens, tmp_path):
+def test_the_trunk_is_the_policys_and_the_policy_stays(tokens):
     policy = make_policy(dropout=0.1)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
-    policy.save_pretrained(tmp_path)
-    for source in (policy, str(tmp_path)):
-        model = RewardModel.from_causal_lm(source)
-        assert not any("lm_head" in name for name, _ in model.named_parameters())
-        assert torch.equal(model.trunk(tokens).last_hidden_state, policy.model(tokens).last_hidden_state)
-        for parameter in model.parameters():
-            parameter.add_(1.0)
+    model = RewardModel.from_causal_lm(policy)
+    assert not any("lm_head" in name for name, _ in model.named_parameters())
+    assert torch.equal(model.trunk(tokens).last_hidden_state, policy.model(tokens).last_hidden_state)
+    for parameter in model.parameters():
+        parameter.add_(1.0)
     assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
     assert policy.config.dropout == 0.1
 

@@ -16,11 +16,10 @@ from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rlhf.engines.sampling import sample
-from rlhf.model import GPTForCausalLM
 from rlhf.model.convert import from_transformers
 from rlhf.ppo.update import SAMPLER
 from tests.model.test_ragged import ragged_loss
-from tests.presets import preset
+from tests.presets import make_gpt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 DEVICE = os.environ.get("RLHF_TEST_DEVICE", "cpu")
@@ -78,9 +77,7 @@ def test_the_samplers_logprobs_are_a_forwards(gpt2, half):
 @HALF
 def test_a_ragged_batch_is_a_padded_one(half):
     """Loss, and gradient as a whole; in bf16 both sides round by 2^-9, but a loss of 4.2 is a mean over 87 tokens."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "context_length": 32, "n_layer": 2, "n_head": 2, "width": 64}
-    model = GPTForCausalLM(preset("tiny", **sizes)).to(DEVICE).train()
+    model = make_gpt(vocab_size=64, width=64).to(DEVICE).train()
     lengths = torch.tensor([9, 3, 17, 24, 5, 5, 11, 2, 20], device=DEVICE)
     place = torch.arange(24, device=DEVICE)
     tokens = torch.randint(1, 64, (9, 24), generator=torch.Generator().manual_seed(1)).to(DEVICE)

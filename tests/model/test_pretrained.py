@@ -266,12 +266,12 @@ def edit(path, **values):
 
 @pytest.mark.parametrize(("layers", "told"), [(3, "missing from the file"), (1, "not in the model of config.json")])
 def test_other_numbers_of_layers_are_refused(policy, tmp_path, layers, told):
-    reward = RewardModel.from_causal_lm(str(policy))
+    reward = RewardModel.from_causal_lm(load_policy(policy))
     reward.save_pretrained(str(tmp_path / "reward"))
     assert load_policy(policy) is not None and load_reward_model(tmp_path / "reward", CPU) is not None
     for folder in (policy, tmp_path / "reward"):
         edit(folder, n_layer=layers)
-    for load in (*loaders(policy, tmp_path), lambda: RewardModel.from_causal_lm(str(policy))):
+    for load in loaders(policy, tmp_path):
         with pytest.raises(UserError, match=told):
             load()
 
@@ -281,7 +281,7 @@ def test_other_numbers_of_layers_are_refused(policy, tmp_path, layers, told):
     ("model.safetensors", b""), ("model.safetensors", b"\xff" * 64), ("model.safetensors", None)],
     ids=["null", "list", "deep", "folder", "empty weights", "torn weights", "folder of weights"])  # fmt: skip
 def test_a_damaged_file_is_one_line_whichever_model_reads_it(policy, tmp_path, file, content):
-    RewardModel.from_causal_lm(str(policy)).save_pretrained(str(tmp_path / "reward"))
+    RewardModel.from_causal_lm(load_policy(policy)).save_pretrained(str(tmp_path / "reward"))
     for folder in (policy, tmp_path / "reward"):
         (folder / file).unlink()
         (folder / file).mkdir() if content is None else (folder / file).write_bytes(content)
@@ -293,7 +293,7 @@ def test_a_damaged_file_is_one_line_whichever_model_reads_it(policy, tmp_path, f
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_weights_that_are_not_finite_are_refused(policy, tmp_path, value):
-    RewardModel.from_causal_lm(str(policy)).save_pretrained(str(tmp_path / "reward"))
+    RewardModel.from_causal_lm(load_policy(policy)).save_pretrained(str(tmp_path / "reward"))
     for folder in (policy, tmp_path / "reward"):
         weights = load_file(folder / "model.safetensors")
         weights[max(weights)].view(-1)[1] = value  # one of them

@@ -9,17 +9,14 @@ from rlhf.model.fused_loss import NextToken
 from rlhf.ops import unembedding
 from tests.model.test_generate import KINDS
 from tests.ops.confident import confident_batch, relative_error
-from tests.presets import preset
+from tests.presets import make_gpt
 
 LENGTHS = torch.tensor([9, 3, 17, 24, 5, 5, 11, 2, 20])
 
 
 def make(tied: bool = True, **kind) -> GPTForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 41, "context_length": 32, "n_layer": 2, "n_head": 4, "width": 32}
-    return GPTForCausalLM(
-        preset("tiny", **{"initializer_range": 0.3, "tie_word_embeddings": tied, **sizes, **kind})
-    ).train()
+    fields = {"vocab_size": 41, "n_head": 4, "initializer_range": 0.3, "tie_word_embeddings": tied}
+    return make_gpt(**fields | kind).train()
 
 
 def make_batch() -> tuple[torch.Tensor, torch.Tensor]:

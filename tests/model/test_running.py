@@ -10,9 +10,8 @@ from rlhf.cpu import kernels, products
 from rlhf.engines.choosing import Choice
 from rlhf.engines.running import Response, RunningBatch
 from rlhf.engines.sampling import packed, sample
-from rlhf.model import GPTForCausalLM
 from tests.model.test_generate import ALL, make
-from tests.presets import preset
+from tests.presets import make_gpt
 
 EOS, NEW = (7, 12, 27), 20
 
@@ -56,8 +55,7 @@ def test_a_response_is_the_samplers_whatever_joins_and_leaves(kind, compiled, mo
 
 def test_packed_weights_and_many_sequences(monkeypatch):
     monkeypatch.setattr(products, "PACKED_WIDTH", 256)  # without AVX-512 too
-    torch.manual_seed(0)
-    model = GPTForCausalLM(preset("tiny", vocab_size=512, context_length=64, n_layer=2, n_head=4, width=256)).eval()
+    model = make_gpt(vocab_size=512, context_length=64, n_head=4, width=256)
     asked = prompts(100, 512)
     settings = {"max_new_tokens": NEW, "eos_token_id": EOS, "pad_token_id": 0, "seed": 5}
     expected = sample(model, asked, **settings).responses

@@ -86,15 +86,11 @@ def test_adaptive_moves_towards_the_target_and_no_further_than_the_clip(init, ta
 
 
 def test_a_resumed_controller_goes_on_where_it_stopped():
-    kls = [3.0, 9.0, 20.0, 5.0, 7.0]
-    whole = AdaptiveKL(init=0.2, target=6.0, horizon=2000)
-    for kl in kls:
+    whole, resumed = (AdaptiveKL(init=0.2, target=6.0, horizon=2000) for _ in range(2))
+    for kl in (3.0, 9.0):
         whole.update(kl, 512)
-    first = AdaptiveKL(init=0.2, target=6.0, horizon=2000)
-    for kl in kls[:2]:
-        first.update(kl, 512)
-    second = AdaptiveKL(init=0.2, target=6.0, horizon=2000)
-    second.load_state_dict(first.state_dict())
-    for kl in kls[2:]:
-        second.update(kl, 512)
-    assert second.coef == whole.coef != 0.2
+    resumed.load_state_dict(whole.state_dict())
+    for kl in (20.0, 5.0, 7.0):
+        whole.update(kl, 512)
+        resumed.update(kl, 512)
+    assert resumed.coef == whole.coef != 0.2
