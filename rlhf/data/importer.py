@@ -12,7 +12,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -193,18 +193,17 @@ class Importer:
 
     def _divide(self) -> dict[str, dict[str, int]]:
         """Move the records to one file per kind and split; returns the number in each."""
-        unsplit, files = self.folder / "unsplit.jsonl", dict[tuple[str, str], TextIO]()
-        counts = {kind: dict.fromkeys(SPLITS, 0) for kind in KINDS if any(one.kind == kind for one in self.kept)}
-        for one, line in zip(self.kept, read_lines(unsplit), strict=True):
-            split = self.assigner.splits[one.key]
-            if (one.kind, split) not in files:
-                files[one.kind, split] = create(self.folder / one.kind / f"{split}.jsonl")
-            files[one.kind, split].write(line)
-            counts[one.kind][split] += 1
+        unsplit = self.folder / "unsplit.jsonl"
+        places = [(one.kind, self.assigner.splits[one.key]) for one in self.kept]
+        counts = Counter(places)
+        files = {(kind, split): create(self.folder / kind / f"{split}.jsonl") for kind, split in counts}
+        for place, line in zip(places, read_lines(unsplit), strict=True):
+            files[place].write(line)
         for file in files.values():
             file.close()
         unsplit.unlink()
-        return counts
+        kinds = [kind for kind in KINDS if any(kind == one for one, _ in counts)]
+        return {kind: {split: counts[kind, split] for split in SPLITS} for kind in kinds}
 
     def _report(self, records: dict[str, dict[str, int]]) -> dict[str, Any]:
         prompts = Counter(self.assigner.splits.values())

@@ -132,13 +132,11 @@ def find_marks(tokenizer: Any) -> tuple[tuple[int, int, int], list[str]]:
     and the assistant's role, after which an answer follows, is the extract token; after pretraining on plain text both embeddings
     are still random.
     """
-    names = [END, ROLES["assistant"]]
-    added: list[str] = []
-    if any(tokenizer.backend_tokenizer.token_to_id(name) is None for name in names):
-        names = list(MADE)
-        added = [name for name in names if tokenizer.backend_tokenizer.token_to_id(name) is None]
-        tokenizer.add_tokens(added, special_tokens=True)
-    delimiter, extract = (tokenizer.backend_tokenizer.token_to_id(name) for name in names)
+    vocabulary, names = tokenizer.get_vocab(), (END, ROLES["assistant"])
+    names = names if vocabulary.keys() >= {*names} else MADE
+    added = [name for name in names if name not in vocabulary]
+    tokenizer.add_tokens(added, special_tokens=True)
+    delimiter, extract = map(tokenizer.backend_tokenizer.token_to_id, names)
     return (separator_id(tokenizer), delimiter, extract), added
 
 

@@ -69,9 +69,7 @@ class Message(BaseModel):
 
 
 Prompt = Annotated[
-    Annotated[
-        list[Message], Field(min_length=1, max_length=1000)
-    ],  # encoding takes time that grows with the square of turns
+    Annotated[list[Message], Field(min_length=1, max_length=1000)],  # encoding time grows with their square
     BeforeValidator(lambda prompt: [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt),
     AfterValidator(_check_prompt),
 ]

@@ -44,9 +44,8 @@ _ANSWER = re.compile(r"(?:answer|response)[ _-]?(?:\d+|[a-z])?", re.I)
 _RESPONSE = re.compile(
     r"(?:^|[-_ .])(?:response|reply|answer|completion|output|generation|summary)[-_ .]?(\d+|[a-z])?$", re.I
 )
-_CHOICE = re.compile(
-    r"best|better|choose|choice|chosen|preferred", re.I
-)  # of "preference" a number that is no text may be a scale's
+# Not "preference", of which a number that is no text may be a scale's.
+_CHOICE = re.compile(r"best|better|choose|choice|chosen|preferred", re.I)
 _COMMENT = re.compile(r"comment|feedback|expla|reason|rationale|note|correct|critique|text", re.I)
 
 

@@ -101,7 +101,7 @@ def test_a_file_is_of_the_format_of_its_first_row_that_has_one_and_another_is_re
     assert info[0].format == "alpaca" and len(records) == 2
     with pytest.raises(UserError, match=r"1 of 2 rows cannot be used: .*:1: messages: got None, want a list of turns$"):
         load_all(write_jsonl([{"odd": 1}, {"messages": [USER]}]))
-    with pytest.raises(UserError, match=r"1 of 1 rows cannot be used: correct or remove them: .*:1: chosen: missing"):
+    with pytest.raises(UserError, match=r"1 of 1 rows cannot be used: is data.format=hh right.: .*:1: chosen: missing"):
         load_all(write_jsonl([s.ALPACA]), "hh")
     with pytest.raises(UserError, match=r"data.format=nope: no such format: want auto, alpaca, .*hh, .*native"):
         load_all(write_jsonl([s.ALPACA]), "nope")
