@@ -9,7 +9,7 @@ Stages run in this process, one after the other. They resume, are recorded and a
 import contextlib
 import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,9 @@ class Run:
             return str(given)
         if isinstance(given, list | tuple) and all(isinstance(one, str | Path) for one in given):
             return [str(one) for one in given]
-        rows = given.to_dict("records") if hasattr(given, "iloc") else given
+        rows: list[Any] = list(given.to_dict("records") if hasattr(given, "iloc") else given)
+        if (wrong := next((i for i, row in enumerate(rows) if not isinstance(row, Mapping)), None)) is not None:
+            raise UserError(f"{kind}, row {wrong}: got a {type(rows[wrong]).__name__}, want a dict")
         text = "".join(json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in rows)
         path = self.folder / "data" / f"{kind}.jsonl"
         if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -275,11 +275,18 @@ class Labelling:
                 about = {"task": name, "order": order, "replaces": replaces}
             about |= verdict.model_dump(include={"note", "all_bad", "submission"})
             about["cannot_judge"] = verdict.ranking is None
-            about = task.metadata | {key: value for key, value in about.items() if value}
-            said: Any = verdict.model_dump(include={"ranking", "ratings"}) | {"seconds": round(verdict.seconds, 1)}
-            said |= {"flags": {response: flags for response, flags in verdict.flags.items() if flags}}
-            said |= {"id": known_id, "labeler": labeler, "created": now_text(), "metadata": about}
-            record = Ranking(prompt=task.prompt, responses=task.responses, **said)
+            record = Ranking(
+                id=known_id,
+                prompt=task.prompt,
+                responses=task.responses,
+                ranking=verdict.ranking,
+                ratings=dict(verdict.ratings),
+                flags={response: flags for response, flags in verdict.flags.items() if flags},
+                labeler=labeler,
+                seconds=round(verdict.seconds, 1),
+                created=now_text(),
+                metadata=task.metadata | {key: said for key, said in about.items() if said},
+            )
             known = self.gold.get(name) or self.ranked.get(name.removesuffix(AGAIN), {}).get(labeler)
             if not compared and name not in self.tasks and known is not None:
                 mine, pairs = ordered_pairs(record), ordered_pairs(known)
@@ -329,9 +336,14 @@ class Labelling:
                 raise RefusedError(400, "want a response of the task", "edited")
             about = task.metadata if task else {}  # its split and group
             about = about | request.model_dump(include={"seconds", "task", "edited", "submission"}, exclude_none=True)
-            known: Any = {"id": known_id, "labeler": labeler, "metadata": about | {"created": now_text()}}
-            prompt = records_of(request.messages)
-            record = Demonstration(prompt=prompt, response=request.response, source="rlhf serve", **known)
+            record = Demonstration(
+                id=known_id,
+                prompt=records_of(request.messages),
+                response=request.response,
+                labeler=labeler,
+                source="rlhf serve",
+                metadata=about | {"created": now_text()},
+            )
             if task and not answers_alike(record, task):
                 raise RefusedError(400, "want the prompt of the task", "messages")
             if task and labeler in self.demonstrated[task.id]:
