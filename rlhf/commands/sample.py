@@ -214,7 +214,8 @@ def write_tasks(folder: Path, tasks: Sequence[Ranking], tool: str, interface: st
 
 def next_step(folder: Path, tool: str) -> str:
     """What to do with the files: one paragraph for README.md and the screen."""
-    do = "Fill in `ranking` (response ids, best first, a tie as an inner list) and `labeler` in every line of tasks.jsonl"
+    do = "Rank them in the browser (`rlhf serve`), or fill in `labeler` and `ranking` (response ids, best first, a tie as an inner "
+    do += "list) in every line of tasks.jsonl"
     path = f"{folder}/tasks.jsonl"
     if tool == "label_studio":
         do = "In Label Studio create a project, paste config.xml under Settings > Labeling Interface > Code, "

@@ -182,12 +182,13 @@ def write_samples(
 
 
 def say_results(stage: Stage, results: dict[str, Any]) -> None:
-    reward = f"reward {results['reward']}, " if results["reward"] else ""
-    stage.say(f"{reward}KL {results['kl_to_sft_nats']:.2f} nats")
+    for line in (*describe(results["reward"] or {}, "reward"), f"KL {results['kl_to_sft_nats']:.2f} nats"):
+        stage.say(line)
     if "gold" in results:
         gold = results["gold"]
         rate, greedy = (show(gold[name]) for name in ("win_rate_vs_sft", "win_rate_greedy"))
         stage.say(f"win rate of {results['policy']} over SFT by the {gold['truth']} {rate}, greedy {greedy}")
-        stage.say(f"mean true score {gold['mean_score']}")
+        for line in describe(gold["mean_score"], "mean true score"):
+            stage.say(line)
     for name in ("baselines", "judge", "ratings", "best_of_n", "generate_and_rate"):
         stage.say(*describe(results.get(name, {}), name.replace("_", " ")))
