@@ -210,9 +210,12 @@ def given(monkeypatch: pytest.MonkeyPatch, content: bytes, errors: str = "strict
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors))
 
 
-def test_messages_are_read_until_the_end(monkeypatch):
+def test_messages_are_read_until_the_end_and_a_closed_input_is_one_line(monkeypatch):
     given(monkeypatch, "  naïve 東京 \n\n".encode())
     assert list(chat.read_lines(False)) == ["naïve 東京", ""]
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match=r"chat: standard input is closed: connect it, or ask .* chat\.message"):
+        next(chat.read_lines(False))
 
 
 def test_bytes_that_are_no_text_are_one_line(monkeypatch):

@@ -16,9 +16,7 @@ def run(config: Config) -> None:
     """Read messages from the terminal (or `chat.message`) and stream the answers until the input ends."""
     settings, folder = config.chat, stage_folder(config, config.chat.stage)
     check_output(folder, config.chat.stage)
-    if settings.message is None and sys.stdin is None:
-        raise UserError("chat: standard input is closed: connect it, or ask one question with chat.message='…'")
-    talking = settings.message is None and sys.stdin.isatty()
+    talking = settings.message is None and sys.stdin is not None and sys.stdin.isatty()
     lines = read_lines(talking) if settings.message is None else [settings.message]
 
     from rlhf.data.tokenizer import load_tokenizer
@@ -40,6 +38,8 @@ def run(config: Config) -> None:
 
 
 def read_lines(talking: bool) -> Iterator[str]:
+    if sys.stdin is None:
+        raise UserError("chat: standard input is closed: connect it, or ask one question with chat.message='…'")
     with contextlib.suppress(EOFError):
         while True:
             yield input("> " if talking else "").strip()

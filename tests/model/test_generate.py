@@ -270,3 +270,13 @@ def test_under_autocast_the_sampler_computes_logits_as_training_does():
     assert model(torch.tensor(rows[:1])).logits.mean() < -70
     # hidden states of 8 bits; logits of 8 bits would be off by up to 0.25
     assert torch.cat(gaps).mean() < 0.01 and torch.cat(gaps).max() < 0.1
+
+
+def test_each_step_has_a_random_number_of_its_own():
+    """If every token is as likely as any other, one number for all steps would repeat one token."""
+    model = make("llama")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    (response,) = sample(model, [PROMPTS[0]], max_new_tokens=16, eos_token_id=None, pad_token_id=0).responses
+    assert len(set(response)) > 8

@@ -58,3 +58,10 @@ def test_half_precision_logits_give_float32():
     # a sum in bfloat16 would be off by 1e-2
     expected = oracles.token_logprobs(logits.double().numpy(), tokens.numpy())
     np.testing.assert_allclose(logp.numpy(), expected, atol=1e-5)
+
+
+def test_gradients():
+    logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([[0, 1, 3], [2, 2, 0]])
+    assert torch.autograd.gradcheck(lambda x: token_logprobs(x, tokens), logits)
+    assert torch.autograd.gradcheck(entropy, logits)

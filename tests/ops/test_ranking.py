@@ -192,3 +192,9 @@ def test_prompts_without_a_pair():
         ranking_loss(scores, none)
     loss, statistics = ranking_loss(scores, none, denominator=4)
     assert loss.item() == 0.0 and statistics["pairs"].item() == 0 and math.isnan(statistics["accuracy"])
+
+
+def test_gradcheck():
+    scores = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    weights = pair_weights(torch.tensor([[0, 1, 2, 3], [1, 1, 0, -1], [2, 0, 0, 1]]))
+    assert torch.autograd.gradcheck(lambda x: ranking_loss(x, weights)[0], scores)

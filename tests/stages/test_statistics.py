@@ -117,3 +117,10 @@ def test_different_ngrams_by_hand_and_the_jackknife_interval():
     # 11/12 x 1/132 = 1/144, so the standard error is 1/12
     assert distinct([[("a",)]] * 11 + [[("b",)]]) == {"value": 0.1667, "ci95": [0.0033, 0.33], "n": 12}
     assert distinct([[("a",)]] * 2 + [[(str(i),)] for i in range(10)])["ci95"][1] == 1.0, "a share"
+
+
+def test_an_interval_of_repetition_has_no_negative_end():
+    # one of 41 repeats a quarter of its 3-grams
+    texts = [["a b c a b c"], *([f"{n} {n + 1} {n + 2}"] for n in range(40))]
+    repeats = text_figures(answers(texts, [[3]] * 41), [[-3.0]] * 41)["repetition"]
+    assert repeats["value"] == pytest.approx(0.25 / 41, abs=1e-4) and 0 < repeats["ci95"][0] < repeats["value"]
