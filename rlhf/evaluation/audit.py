@@ -257,9 +257,8 @@ def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: 
         by_model = [np.array(of_prompt) for of_prompt in zip(scores, *found, strict=True)]  # each (models, samples)
         values["others"] = [of_prompt[1:].mean(0).tolist() for of_prompt in by_model]
         values["spread"] = [of_prompt.std(0, ddof=1).tolist() for of_prompt in by_model]
-    if (truth := make_truth(config)) is not None and all(
-        truth.knows(record) for record, _ in asked.prompts
-    ):  # not of the user's own data
+    truth = make_truth(config)
+    if truth is not None and all(truth.knows(record) for record, _ in asked.prompts):  # not of the user's own data
         values["truth"] = totals(judge_rows(truth, asked.prompts, answers))
 
     def of_best(n: int, judged: Scores | None) -> Figures | None:

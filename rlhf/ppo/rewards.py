@@ -67,9 +67,8 @@ class ModelReward:
         parts = torch.zeros(len(sizes), int(sizes.max()), device=self.device)
         if self.read_tokens == 0:
             return self(episodes), parts
-        terms = score(self.model, self.bare.rows(episodes), by_token=True).to(
-            self.device
-        )  # (B, N), from the last token backwards
+        # (B, N), from the last token backwards
+        terms = score(self.model, self.bare.rows(episodes), by_token=True).to(self.device)
         at = sizes[:, None] - 1 - torch.arange(terms.shape[1], device=self.device)
         parts = parts.scatter_add(1, at.clamp(min=0), terms)
         return parts.sum(1), parts
