@@ -59,7 +59,8 @@ class GPTPreTrainedModel(PreTrainedModel):
         """
         trunk: Any = self.base_model
         # a window counts distances within the row
-        if self.config.window is None and self.config.causal and len(tokens) > 1 and len(kept) and not tokens.is_cuda:
+        joins = self.config.window is None and self.config.causal
+        if joins and len(tokens) > 1 and len(kept) and not tokens.is_cuda:
             rows, positions = kept // tokens.shape[1], kept % tokens.shape[1]
             if (joined := join_rows(tokens, rows, positions, self.config.width)) is not None:
                 given = {"attention_mask": joined.mask, "position_ids": joined.positions}
@@ -97,7 +98,8 @@ class GPTModel(GPTPreTrainedModel):
         self.layers: Any = nn.ModuleList(BLOCKS[config.block](config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.block == "post" else make_norm(config)
         # as in BERT's released code; not in Vaswani et al. 2017 or Radford et al. 2018
-        self.embed_norm = make_norm(config) if config.block == "post" and not config.causal else nn.Identity()
+        normed = config.block == "post" and not config.causal
+        self.embed_norm = make_norm(config) if normed else nn.Identity()
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -192,8 +194,15 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         Trainer passes it, else the number of such labels. `NextToken` computes it without logits. The other arguments are
         `GPTModel.forward`'s.
         """
-        read = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache
-        output = self.model(*read, **kwargs)
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep  # 0: all
         logits = self.lm_head(output.last_hidden_state[:, keep])
         loss = None

@@ -224,8 +224,13 @@ class RewardModel(PreTrainedModel):
         """The batch of these rows, arguments of `forward`; what the padding contains changes no score."""
         return dict(zip(("tokens", "lengths"), right_pad(rows, 0), strict=True))
 
-    gain = property(lambda self: self.config.gain)
-    shift = property(lambda self: self.config.shift)
+    @property
+    def gain(self) -> float:
+        return self.config.gain
+
+    @property
+    def shift(self) -> float:
+        return self.config.shift
 
     def calibrate(self, gain: float, shift: float) -> None:
         """Set the calibration, which the checkpoint carries."""

@@ -20,8 +20,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     Source: Radford et al. 2018, section 3.1 (the summand of eq. 1).
     """
     if tokens.shape != logits.shape[:-1]:
-        shapes = f"logits {tuple(logits.shape)}, tokens {tuple(tokens.shape)}"
-        raise ValueError(f"token_logprobs: {shapes}: give (…, V), (…)")
+        raise ValueError(
+            f"token_logprobs: logits {tuple(logits.shape)}, tokens {tuple(tokens.shape)}: give (…, V), (…)"
+        )
     wide = upcast(logits)  # so that the gradient onehot - p is rounded only once, at the end
     return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)
 

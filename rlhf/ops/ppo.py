@@ -52,7 +52,12 @@ def sampler_weights(logp_old: Tensor, logp_sampled: Tensor, mask: Tensor, kind: 
 
 
 def token_rewards(
-    scores: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: Tensor, kl_coef: float, token_scores: Tensor | None = None
+    scores: Tensor,
+    logp_old: Tensor,
+    logp_ref: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    token_scores: Tensor | None = None,
 ) -> Tensor:
     """Reward of each response token: the KL penalty, and the score on the last one.
 
@@ -146,5 +151,8 @@ def value_loss(
     squared_clipped = (V.clamp(V_old - clip_range, V_old + clip_range) - R) ** 2
     loss = 0.5 * masked_mean(torch.maximum(squared, squared_clipped), mask, N)
     with torch.no_grad():
-        statistics = {"loss": loss.detach(), "clipfrac": masked_mean(squared_clipped > squared, mask, N)}
+        statistics = {
+            "loss": loss.detach(),
+            "clipfrac": masked_mean(squared_clipped > squared, mask, N),
+        }
     return loss, statistics

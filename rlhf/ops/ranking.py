@@ -65,6 +65,14 @@ def ranking_loss(
 
     won = (margins > 0).to(weights.dtype) + 0.5 * (margins == 0)
     pairs, correct, margin_sum = weights.sum(), (weights * won).sum(), (weights * margins).sum()
-    sums = {"loss_sum": loss_sum, "pairs": pairs, "pairs_correct": correct, "margin_sum": margin_sum}
-    ready = {"prompts": has_pair.sum(), "loss": loss, "accuracy": correct / pairs, "margin": margin_sum / pairs}
-    return loss, {name: value.detach() for name, value in (sums | ready).items()}
+    statistics = {
+        "prompts": has_pair.sum(),
+        "loss_sum": loss_sum,
+        "pairs": pairs,
+        "pairs_correct": correct,
+        "margin_sum": margin_sum,
+        "loss": loss,
+        "accuracy": correct / pairs,
+        "margin": margin_sum / pairs,
+    }
+    return loss, {name: value.detach() for name, value in statistics.items()}

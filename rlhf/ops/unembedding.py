@@ -74,7 +74,8 @@ class _Unembedding(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
         h, w = _as_multiplied(hidden, weight)
         factor, count = unembedding_factor(w), len(h)
-        kept = h.new_empty(count, len(w)) if any(ctx.needs_input_grad) and count * len(w) <= _KEPT else None
+        wanted = any(ctx.needs_input_grad) and count * len(w) <= _KEPT
+        kept = h.new_empty(count, len(w)) if wanted else None
         logp = torch.empty(count, device=h.device, dtype=torch.float32)
         entropies = torch.zeros_like(logp)
         with torch.autocast(h.device.type, enabled=False):
