@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_matrix
-from torch.nn.utils.rnn import pad_sequence
 
 from rlhf.config import Config
 from rlhf.data.encoding import Encode, Item, check_labelers, names_of, row_limit
@@ -65,7 +64,10 @@ def item_length(item: Item) -> int:
 
 def by_item(items: list[Item], flat: Tensor) -> Tensor:
     """(N, K) of one value per row of the items, (R,); 0 if an item has fewer than K rows."""
-    return pad_sequence(flat.split([len(item.rows) for item in items]), batch_first=True)
+    most = max(len(item.rows) for item in items)
+    places = [i * most + j for i, item in enumerate(items) for j in range(len(item.rows))]
+    where = torch.tensor(places, device=flat.device)
+    return flat.new_zeros(len(items) * most).index_put((where,), flat).view(len(items), most)
 
 
 def pad_weights(items: list[Item], device: torch.device) -> Tensor:
