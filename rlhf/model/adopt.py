@@ -98,8 +98,9 @@ def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat", native: Native =
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     context = checkpoint.context or UNSTATED_CONTEXT
     # Our GPT has no window: its context is as long as the window masks nothing.
-    if native is not False and not why_not_native(checkpoint.config):
-        context = ARCHITECTURES[checkpoint.config.model_type].our_fields(checkpoint.config)["context_length"]
+    row = ARCHITECTURES.get(checkpoint.config.model_type)
+    if native is not False and row is not None and not why_not_native(checkpoint.config):
+        context = row.our_fields(checkpoint.config)["context_length"]
     tokenizer.model_max_length = min(tokenizer.model_max_length, context)
     tokenizer.padding_side = "right"
     return tokenizer, notes
@@ -163,6 +164,8 @@ def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any,
     with torch.no_grad():
         if not torch.isfinite(model(torch.tensor([[0, 1, 2]]), use_cache=False).logits).all():
             raise UserError(f"model.pretrained={checkpoint.source}: its logits are not finite: restore its files")
+    if lm(model).native:  # a model that was saved here
+        return model, ""
     if native is False:
         return model, "model.native=false"
     reason = "; ".join(why_not_native(checkpoint.config))

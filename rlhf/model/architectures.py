@@ -88,6 +88,8 @@ def register_architecture(model_type: str, architecture: Architecture) -> None:
 def why_not_native(config: Any) -> list[str]:
     """Why our GPT cannot express a checkpoint's configuration, as texts; empty if it can."""
     kind = config.model_type
+    if isinstance(config, GPTConfig):
+        return []
     if kind not in ARCHITECTURES:
         return [f"{kind} is none of {', '.join(ARCHITECTURES)}"]
     problems = []

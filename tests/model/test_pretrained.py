@@ -79,6 +79,11 @@ def test_a_covered_architecture_runs_natively_with_the_same_logits(tmp_path, nam
     while not one.finished:
         batch.advance()
     assert one.tokens == drawn[0].responses[1]
+    for part in (adopted.model, adopted.tokenizer):  # as a run's model folder
+        part.save_pretrained(tmp_path / "again")
+    again = adopt(tmp_path / "again", say=said.append)
+    assert again.record["native"] and "runs natively" in said[1] and "runs as" not in said[-1]
+    assert type(again.model) is GPTForCausalLM and again.record["context"] == adopted.record["context"]
 
 
 @pytest.mark.parametrize(("overrides", "why"), [
