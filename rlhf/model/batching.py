@@ -106,19 +106,22 @@ def cost(tokens: int, width: int) -> int:
 
 def choose_groups(rows: Sequence[list[int]], width: int) -> list[list[int]] | None:
     """Which rows to join, as indices; None if joining saves too little. width: the model's."""
-    groups: list[list[int]] = []
-    lengths: list[int] = []
-    widest = max(map(len, rows))  # to which a row of its own is padded
-    for i in sorted(range(len(rows)), key=rows.__getitem__):
-        together = joined_length([rows[j] for j in [*groups[-1], i]]) if groups else 0
-        if groups and cost(together, width) < cost(max(lengths[-1], widest), width) + cost(widest, width):
-            groups[-1].append(i)
-            lengths[-1] = together
-        else:
-            groups.append([i])
-            lengths.append(len(rows[i]))
-    plain = len(rows) * cost(widest, width)
-    return groups if len(groups) * cost(max(lengths), width) <= WORTH * plain else None
+    widest, order = max(map(len, rows)), sorted(range(len(rows)), key=rows.__getitem__)
+    plain, ways = len(rows) * cost(widest, width), []
+    for padded in (0, widest):  # a row of its own costs its length; or what it is padded to, which joins more of them
+        groups, lengths = list[list[int]](), list[int]()
+        for i in order:
+            together = joined_length([rows[j] for j in [*groups[-1], i]]) if groups else 0
+            apart = cost(max(lengths[-1], padded), width) + cost(max(len(rows[i]), padded), width) if groups else 0
+            if together and cost(together, width) < apart:
+                groups[-1].append(i)
+                lengths[-1] = together
+            else:
+                groups.append([i])
+                lengths.append(len(rows[i]))
+        ways.append((len(groups) * cost(max(lengths), width), groups))
+    least, groups = min(ways, key=lambda way: way[0])
+    return groups if least <= WORTH * plain else None
 
 
 def join_rows(tokens: Tensor, rows: Tensor, positions: Tensor, width: int) -> Joined | None:

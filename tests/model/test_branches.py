@@ -58,6 +58,8 @@ def test_rows_are_joined_where_that_costs_less():
     # six rows of 44 in place of seven of 42: less than a fifth is saved
     assert choose_groups([*short, *others], 8) is None
     assert choose_groups([[1, 2, 3]], 8) is None
+    pairs = [[1] * 8 + [2] * 16, [1] * 8 + [3] * 7, [9] * 6 + [2], [9] * 6 + [3] * 18]
+    assert choose_groups(pairs, 64) == [[0, 1], [2, 3]], "two prompts in one row would lengthen all others"
 
 
 @pytest.mark.parametrize(
