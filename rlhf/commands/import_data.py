@@ -37,7 +37,7 @@ def run(config: ImportConfig) -> None:
             if partial:
                 swap(too_many_rejects, folder)
     target = too_many_rejects if partial else out
-    target = target if os.path.isabs(config.out) else Path(os.path.relpath(target))  # as it was given
+    target = target if os.path.isabs(str(config.out)) else Path(os.path.relpath(target))  # as it was given
     lines = [*describe(report), *(f"reject: {reject}" for reject in importer.first_rejects)]
     hidden = importer.reject_count - len(importer.first_rejects)
     lines += [f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}"] if hidden else []

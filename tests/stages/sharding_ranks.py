@@ -168,10 +168,12 @@ def main(arguments: list[str]) -> None:
             found[-1] = shares(loop.engine.module, loop.engine)
 
     def late(*args: Any, **kwargs: Any) -> dict[str, str]:
-        time.sleep(0.5)  # the other ranks must wait for it
+        time.sleep(0.5)  # evaluate must wait for it on all ranks
         return hash_files(*args, **kwargs)
 
-    TrainingLoop.steps, reward.make_model, runs_stage.hash_files = measured, draw_head_alike, late
+    TrainingLoop.steps, reward.make_model = measured, draw_head_alike
+    if any(job.startswith("evaluate:") for job in jobs):
+        runs_stage.hash_files = late
     # some rows each: by their lengths the ranks score in different numbers of forwards
     batching.SCORING_BYTES = 300_000
     measures = {"held": measure_state, "loading": measure_loading, "average": check_average}
