@@ -28,16 +28,16 @@ _SHOWN_NAMES = 30  # of responses, in a message
 MOST_RESPONSES = 100  # of a ranking, whose pairs grow with the square
 
 
-def _check(fits: Any, field: str, message: str) -> None:
-    """Raises: PydanticCustomError with this message, which `first_problem` shows as it is."""
-    if not fits:
-        raise PydanticCustomError("record", "{message}", {"message": message, "field": field})
+def _problem(field: str, message: str) -> PydanticCustomError:
+    """An error whose message is already in the form `got …, want …`, and which `first_problem` shows as it is."""
+    return PydanticCustomError("record", "{message}", {"message": message, "field": field})
 
 
 def _check_prompt(prompt: "list[Message]") -> "list[Message]":
-    role, said = prompt[-1].role, any(message.content.strip() for message in prompt)
-    _check(role == "user", "prompt", f'prompt: its last turn is "{role}": want turns that end with role "user"')
-    _check(said, "prompt", "prompt: got no text, want at least one turn that says something")
+    if prompt[-1].role != "user":
+        raise _problem("prompt", f'prompt: its last turn is "{prompt[-1].role}": want turns that end with role "user"')
+    if not any(message.content.strip() for message in prompt):
+        raise _problem("prompt", "prompt: got no text, want at least one turn that says something")
     return prompt
 
 
@@ -49,7 +49,8 @@ def _check_time(created: str) -> str:
 
 
 def _check_response(response: str) -> str:
-    _check(response.strip(), "response", "response: got no text, want the demonstrated answer: remove the record")
+    if not response.strip():
+        raise _problem("response", "response: got no text, want the demonstrated answer: remove the record")
     return response
 
 
@@ -99,7 +100,8 @@ class _Part(BaseModel):
         if not unknown or not isinstance(metadata, dict):
             return values
         clash = next((key for key in sorted(unknown) if key in metadata), None)
-        _check(clash is None, "metadata", f'"{clash}" is both in the record and under metadata: keep one of them')
+        if clash is not None:
+            raise _problem("metadata", f'"{clash}" is both in the record and under metadata: keep one of them')
         return values | {"metadata": metadata | {key: values.pop(key) for key in unknown}}
 
 
@@ -162,23 +164,25 @@ class Ranking(_Part):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         ids = [response.id for response in self.responses]
-        twice = first_repeat(ids)
-        _check(twice is None, "responses", f'responses: id "{twice}" appears twice: give each response a separate id')
-        alone = self.ranking is None or self.pairs is None
-        _check(alone, "pairs", "got both ranking and pairs, want one of them: set the other to null")
+        if (twice := first_repeat(ids)) is not None:
+            raise _problem("responses", f'responses: id "{twice}" appears twice: give each response a separate id')
+        if self.ranking is not None and self.pairs is not None:
+            raise _problem("pairs", "got both ranking and pairs, want one of them: set the other to null")
         ranked = list(chain.from_iterable(self.ranking or ()))
         names = ", ".join(ids[:_SHOWN_NAMES]) + (", …" if len(ids) > _SHOWN_NAMES else "")
-        once, twice = f"responses are {names}: list each response at most once", first_repeat(ranked)
-        _check(twice is None, "ranking", f'ranking names "{twice}" twice, {once}')
+        once = f"responses are {names}: list each response at most once"
+        if (twice := first_repeat(ranked)) is not None:
+            raise _problem("ranking", f'ranking names "{twice}" twice, {once}')
         named: dict[str, Iterable[str]] = {"ratings": self.ratings, "flags": self.flags, "ranking": ranked}
         named["pairs"] = chain(*self.pairs or ())
         known = set(ids)
         for field, given in named.items():
             stray = next((name for name in given if name not in known), None)
-            wanted = once if field == "ranking" else f"responses are {names}: use these names"
-            _check(stray is None, field, f'{field} names "{stray}", {wanted}')
-        cycle = find_cycle(self.pairs or ()) or ()
-        _check(not cycle, "pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements")
+            if stray is not None:
+                wanted = once if field == "ranking" else f"responses are {names}: use these names"
+                raise _problem(field, f'{field} names "{stray}", {wanted}')
+        if self.pairs and (cycle := find_cycle(self.pairs)):
+            raise _problem("pairs", f"pairs go in a circle, {' over '.join(cycle)}: drop one of these judgements")
         return self
 
     def ranks(self) -> list[int]:

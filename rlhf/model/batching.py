@@ -108,7 +108,7 @@ def choose_groups(rows: Sequence[list[int]], width: int) -> list[list[int]] | No
     """Which rows to join, as indices; None if joining saves too little. width: the model's."""
     widest, order = max(map(len, rows)), sorted(range(len(rows)), key=rows.__getitem__)
     plain, ways = len(rows) * cost(widest, width), []
-    for padded in (0, widest):  # a row of its own costs its length; or what it is padded to, which joins more of them
+    for padded in (0, widest):  # a row that stays alone counts by its length, or by the width to which it is padded
         groups, lengths = list[list[int]](), list[int]()
         for i in order:
             together = joined_length([rows[j] for j in [*groups[-1], i]]) if groups else 0

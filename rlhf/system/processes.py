@@ -257,7 +257,8 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        value = torch.tensor(float(x), dtype=torch.float64, device=self.device)
+        # a copy, made without waiting for the GPU
+        value = torch.as_tensor(x).detach().to(self.device, torch.float64, copy=True)
         dist.all_reduce(value, getattr(dist.ReduceOp, how))
         return float(value)
 

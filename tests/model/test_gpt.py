@@ -210,3 +210,11 @@ def test_hidden_states_of_some_tokens_are_those_of_a_whole_forward(kind, checkpo
     torch.testing.assert_close(some, whole, atol=1e-12, rtol=0)
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, atol=1e-10, rtol=0)
+
+
+def test_hidden_states_of_some_tokens_of_another_trunk(pair):
+    theirs, ours = pair
+    tokens = random_tokens(3, 12)
+    with torch.no_grad():
+        found, expected = lm(theirs.base_model).hidden(tokens, KEPT), lm(ours.model).hidden(tokens, KEPT)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
