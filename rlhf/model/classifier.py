@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rlhf.data.chat_template import encode_scored
 from rlhf.data.encoding import Answer, Encode, drop_oldest
-from rlhf.data.records import Demonstration, Message
+from rlhf.data.records import Demonstration, Message, shown_prompt
 from rlhf.data.tokenizer import open_tokenizer
 from rlhf.errors import UserError, reading
 from rlhf.model.batching import right_pad
@@ -45,13 +45,6 @@ class TextRow:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-
-def render_prompt(messages: Sequence[Message]) -> str:
-    """A prompt as one text, for tokenizers without a chat template."""
-    if len(messages) == 1 and messages[0].role == "user":
-        return messages[0].content
-    return "\n\n".join(f"{message.role.capitalize()}: {message.content}" for message in messages)
 
 
 class TextEncoder:
@@ -87,7 +80,7 @@ class TextEncoder:
             counts["cut_rows"] += len(row) > limit
         while len(row) > limit:
             limit = int(limit)
-            over, spare = len(row) - limit, self.count(render_prompt(messages)) - limit // LEAST_PROMPT
+            over, spare = len(row) - limit, self.count(shown_prompt(messages)) - limit // LEAST_PROMPT
             if spare > 0:
                 if not drop_oldest(messages):
                     text = messages[0].content
@@ -114,7 +107,7 @@ class TextEncoder:
         if self.form == "template":
             ids = encode_scored(self.tokenizer, dialogue, ended)
             return TextRow(ids, [0] * len(ids))
-        texts = (render_prompt(messages), response) if self.form == "pair" else (render_prompt(dialogue),)
+        texts = (shown_prompt(messages), response) if self.form == "pair" else (shown_prompt(dialogue),)
         encoded = self._tokens(*texts, return_token_type_ids=True)
         ids, types = list(encoded["input_ids"]), list(encoded["token_type_ids"])
         ending = itertools.takewhile(lambda i: ids[i] in self._special_ids, reversed(range(len(ids))))

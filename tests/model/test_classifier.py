@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from rlhf.data.records import Message
+from rlhf.data.records import Message, shown_prompt
 from rlhf.errors import UserError
-from rlhf.model.classifier import TextEncoder, TextRewardModel, load_reward_model, render_prompt
+from rlhf.model.classifier import TextEncoder, TextRewardModel, load_reward_model
 from rlhf.model.interface import score
 
 from .classifiers import ARCHITECTURES, make_tokenizer, save_classifier, score_texts
@@ -104,8 +104,8 @@ def test_forms_of_input():
     assert row.types == [0] * 7 + [1] * 3
     row = TextEncoder(none).encode(PROMPTS[0], "red .")
     assert none.decode(row.ids).startswith("<unk> : what colour is blood ?") and row.ids[-1] == none.eos_token_id
-    assert render_prompt(PROMPTS[0]) == "what colour is blood ?"
-    assert render_prompt(DIALOGUE) == "System: good\n\nUser: snow\n\nAssistant: white\n\nUser: coal"
+    assert shown_prompt(PROMPTS[0]) == "what colour is blood ?"
+    assert shown_prompt(DIALOGUE) == "System: good\n\nUser: snow\n\nAssistant: white\n\nUser: coal"
 
 
 def test_a_chat_template_is_used_where_there_is_one():
