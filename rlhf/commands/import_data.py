@@ -20,7 +20,7 @@ def run(config: ImportConfig) -> None:
 
     out = Path(os.path.abspath(config.out or ""))
     too_many_rejects = out.with_name(out.name + ".partial")
-    sources = resolve_sources(config.path, RECORD_SUFFIXES, setting="path")
+    sources = resolve_sources(config.path, RECORD_SUFFIXES)
     with held(out):
         finish_swap(too_many_rejects)
         check_replaceable(out, config.overwrite, "out", "import", is_import)

@@ -33,7 +33,8 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
+    """Whether there is text other than white space."""
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -42,11 +43,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_function(value: Any) -> bool:
-    return _is_text(value) and ":" in value
+    return is_text(value) and ":" in value
 
 
 def _is_name(value: Any) -> bool:
-    return _is_text(value) or _is_number(value)
+    return is_text(value) or _is_number(value)
 
 
 def _is_encoding(value: Any) -> bool:
@@ -66,11 +67,11 @@ def _one_or_list(fits: Test, least: int = 1) -> Test:
 
 # The values of settings whose type YAML cannot express: what is wanted, in words, and whether a value fits.
 KINDS: dict[str, tuple[str, Test]] = {
-    "paths": ("a file, a folder or a hub id, or a list of these", _one_or_list(_is_text)),
-    "names": ("a name or a list of names", _one_or_list(_is_text)),
+    "paths": ("a file, a folder or a hub id, or a list of these", _one_or_list(is_text)),
+    "names": ("a name or a list of names", _one_or_list(is_text)),
     "labelers": ("a name or a list of names", _one_or_list(_is_name, least=0)),
     "rewards": (
-        "a name or a list of names", lambda v: _is_text(v) or _list_of(lambda name: name is None or _is_text(name))(v)
+        "a name or a list of names", lambda v: is_text(v) or _list_of(lambda name: name is None or is_text(name))(v)
     ),
     "function": ("a function module:name or file.py:name", _is_function),
     "functions": ("module:name or file.py:name, or a list of these", _one_or_list(_is_function)),
@@ -94,7 +95,7 @@ KINDS: dict[str, tuple[str, Test]] = {
         "values by name, as '{weight: 2, unit: cm}'",
         lambda v: isinstance(v, dict) and all(isinstance(name, str) and name.isidentifier() for name in v),
     ),
-    "pair": ("two different names", lambda v: _list_of(_is_text, 2, 2)(v) and v[0] != v[1]),
+    "pair": ("two different names", lambda v: _list_of(is_text, 2, 2)(v) and v[0] != v[1]),
     "layers": ("a whole number of 1 or more, or mix", lambda v: v == "mix" or (type(v) is int and v >= 1)),
     "switch": ("auto, true or false", lambda v: v == "auto" or isinstance(v, bool)),
     "encoding": ("an encoding that Python knows, such as utf-8", _is_encoding),

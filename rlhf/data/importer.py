@@ -23,7 +23,7 @@ from rlhf.data.cleaning import DUPLICATE, FILTERED, KEPT, PII_KINDS, REJECTED, C
 from rlhf.data.formats.shapes import BadRow
 from rlhf.data.formats.table import make_table_format
 from rlhf.data.inputs import ROW_SUFFIXES, Source, has_suffix, open_bytes
-from rlhf.data.reading import FORMATS, Choose, convert_row, find_format, read
+from rlhf.data.reading import FORMATS, JOINED, Choose, convert_row, find_format, read
 from rlhf.data.records import KINDS, Ranking, Record, check_of, join_judgements, name_of, replaced_by, sum_checks
 from rlhf.data.rows import MAX_RECORD_BYTES, Row, read_rows
 from rlhf.data.splits import SPLITS, Assigner, Assignments, given_split
@@ -106,7 +106,7 @@ class Importer:
             except BadRow as error:
                 checked, row = [], row._replace(field=error.field, problem=error.message)
             for record, stored in checked:
-                item = record.metadata.get("item") if source.joins else None
+                item = record.metadata.get("item") if source.format == JOINED else None
                 if isinstance(record, Ranking) and isinstance(item, str):
                     items.setdefault((item, record.labeler), []).append((len(results), row, record))
                 else:

@@ -41,7 +41,6 @@ class Source:
     sheet: str | None = None  # of a spreadsheet; none: the first one
     note: str = ""  # the delimiter, or which of the sheets
     format: str | None = None
-    joins: bool = False  # as of the format
     why: str = ""  # how the format was recognised; "asked for" if the user named it
     rows: int = 0
     records: Counter[str] = field(default_factory=Counter)  # by kind
@@ -87,15 +86,11 @@ def open_bytes(path: Path, source: Source | None = None) -> Iterator[IO[bytes]]:
         raise UserError(f"{path}: damaged {suffix} file ({error}): copy or download it again") from error
 
 
-def resolve_sources(
-    sources: Any, suffixes: tuple[str, ...], imports: bool = False, setting: str = "data"
-) -> list[Source]:
+def resolve_sources(sources: Any, suffixes: tuple[str, ...], imports: bool = False) -> list[Source]:
     """A path, a hub id or a list of these as the files to read; a folder: all its files with these suffixes. With
-    `imports`, folders that `rlhf import` wrote are sources too. `setting` is for messages. Raises: UserError if
-    something is missing, has another suffix, or if a folder has no such file.
+    `imports`, folders that `rlhf import` wrote are sources too. Raises: UserError if something is missing, has another
+    suffix, or if a folder has no such file.
     """
-    if sources is None:
-        raise UserError(f"{setting}: no data given: want a file, a folder or a hub id (owner/name)")
     try:
         return [source for name in listed(sources) for source in _resolve(str(name), suffixes, imports)]
     except OSError as error:  # no permission, or a name that is too long

@@ -42,7 +42,7 @@ class Example:
 def load_examples(setting: str, sources: Any, columns: ClassifyConfig, encoding: str) -> list[Example]:
     """Every row of the sources as an example. Raises: UserError for a row without one of the columns, or with an empty one."""
     examples: list[Example] = []
-    for source in resolve_sources(sources, RECORD_SUFFIXES, setting=setting):
+    for source in resolve_sources(sources, RECORD_SUFFIXES):
         source.encoding = encoding
         examples += [_example(row, columns) for row in read_rows(source)]
     if not examples:

@@ -42,6 +42,7 @@ from rlhf.system.terminal import one_line
 HEAD_ROWS = 1000  # rows at the beginning of a file that are looked at together
 LOOK_AHEAD = 20  # of these, for recognition
 _KEYS = 12  # keys of a row that a message shows
+JOINED = "label_studio"  # the format whose judgements with the same `metadata.item` become one ranking per labeler
 
 # The formats and the shapes of their rows, by the module that contains their functions: `from_<name>` and, if the rows of
 # a file belong together, `gather_<name>`.
@@ -83,7 +84,7 @@ FORMATS = {
 for _module, _wants in _TABLE.items():
     for _name, _shape in _wants.items():
         _gather = getattr(_module, f"gather_{_name}", None)
-        FORMATS[_name] = Format(_name, _shape, getattr(_module, f"from_{_name}"), _name == "label_studio", _gather)
+        FORMATS[_name] = Format(_name, _shape, getattr(_module, f"from_{_name}"), _gather)
 
 
 def recognise(row: Values) -> str | None:
@@ -185,7 +186,7 @@ def read(source: Source, choose: Choose) -> Iterator[Row]:
     if not values:
         raise UserError(str(head[0]) if head else f"{source.name}: has no row: want rows of a known format")
     chosen = choose(source.name, values)
-    source.format, source.joins = chosen.name, chosen.joins
+    source.format = chosen.name
     source.why = "; ".join(filter(None, [chosen.why or chosen.wants, source.note, chosen.note]))
     every: Iterable[Row] = chain(head, rows)
     stem = printable_path(source.path.name) if source.path else source.name
@@ -251,7 +252,7 @@ def load_all(sources: Any, format: str = "auto", allow_partial: bool = False) ->
             rejects += [row for row in rows if row.problem]
             counting = without_replaced(record for row in rows for record in row.records)
             made = [record for record in counting if check_of(record) is None]
-            if source.joins:
+            if source.format == JOINED:
                 came = f"is of the format {source.format}, whose rows belong together"
                 raise UserError(f"{source.name}: {came}: give it to `rlhf import` first")
         source.records.update(record.kind for record in made)

@@ -252,9 +252,7 @@ def sum_checks(records: Iterable[Record]) -> dict[str, dict[str, float]]:
 
 
 def shown_prompt(prompt: Sequence[Message]) -> str:
-    """A prompt as one text, for labelers and for classifiers without a chat template: a single user turn's text, else every turn
-    with its role.
-    """
+    """A prompt as one text: of a single user turn its text, else every turn with its role."""
     if len(prompt) == 1 and prompt[0].role == "user":
         return prompt[0].content
     return "\n\n".join(f"{message.role.capitalize()}: {message.content}" for message in prompt)

@@ -58,7 +58,7 @@ def hash_task(config: Config) -> dict[str, str]:
         f"classify.{kind}:{source.name}": sha256_file(source.path)
         for kind, given in kinds.items()
         if given is not None
-        for source in resolve_sources(given, RECORD_SUFFIXES, setting=f"classify.{kind}")
+        for source in resolve_sources(given, RECORD_SUFFIXES)
         if source.path is not None
     }
 

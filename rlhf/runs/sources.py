@@ -206,7 +206,7 @@ def hash_sources(config: Config, stage: str) -> dict[str, str]:
         labels = kind != "corpus"
         suffixes = RECORD_SUFFIXES if labels else ROW_SUFFIXES + TEXT_SUFFIXES
         given = getattr(config.data, kind)
-        for source in [] if given is None else resolve_sources(given, suffixes, labels, f"data.{kind}"):
+        for source in [] if given is None else resolve_sources(given, suffixes, labels):
             if source.path is not None:
                 name = f"{kind}:{source.path.name}"
                 if name in hashes:  # files with the same name in several folders

@@ -63,24 +63,21 @@ def from_alpaca(row: Values) -> Made:
     yield _demonstration(turns, row[key], other_keys(row, "instruction", "system", "history", *_INPUTS, key))
 
 
-def _dialogue(turns: Turns, field: str, metadata: dict[str, Any]) -> dict[str, Any]:
+def from_messages(row: Values, key: str = "messages") -> Made:
     """A demonstration of a dialogue's last answer, or a prompt if it has no answer. Earlier answers are turns of its
     prompt, which SFT learns too (sft.turns). If turns have a `loss_weight` (or `weight`), an answer of weight 0 is
     context. Turns after the answer are kept as `metadata.later_turns`; other keys of its turn as `metadata.answer`.
     """
-    learned = [i for i, turn in enumerate(turns) if is_learned(turn)]
-    if not learned:
-        if any(turn["role"] == "assistant" for turn in turns):
-            raise BadRow(field, "every assistant turn has weight 0, want one to learn: remove the row")
-        return {"kind": "prompt", "prompt": turns, "metadata": metadata}
-    at = learned[-1]
-    more = {"answer": other_keys(turns[at], "role", "content"), "later_turns": turns[at + 1 :]}
-    return _demonstration(turns[:at], turns[at]["content"], metadata | {k: v for k, v in more.items() if v})
-
-
-def from_messages(row: Values, key: str = "messages") -> Made:
     turns = with_system(row.get("system"), chat_turns(row.get(key), key))
-    yield _dialogue(turns, key, other_keys(row, key, "system"))
+    metadata = other_keys(row, key, "system")
+    if learned := [i for i, turn in enumerate(turns) if is_learned(turn)]:
+        at = learned[-1]
+        more = {"answer": other_keys(turns[at], "role", "content"), "later_turns": turns[at + 1 :]}
+        yield _demonstration(turns[:at], turns[at]["content"], metadata | {k: v for k, v in more.items() if v})
+    elif any(turn["role"] == "assistant" for turn in turns):
+        raise BadRow(key, "every assistant turn has weight 0, want one to learn: remove the row")
+    else:
+        yield {"kind": "prompt", "prompt": turns, "metadata": metadata}
 
 
 def from_sharegpt(row: Values) -> Made:

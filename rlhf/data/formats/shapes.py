@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf.config.setting import is_text
 from rlhf.data.rows import Row, is_deep
 from rlhf.system.schemas import shown
 from rlhf.system.terminal import one_line
@@ -41,7 +42,6 @@ class Format:
     # Records as plain dicts, each with its `kind`. The records validate themselves, and a missing key is a reject, so a
     # function checks only what would be read wrongly. Without an `id` the row's own is used, see `reading.convert_row`.
     convert: Callable[[Values], Iterable[dict[str, Any]]]
-    joins: bool = False  # judgements with the same `metadata.item` become one ranking per labeler
     # Rows of a whole file that belong together, as the rows that are converted.
     gather: Callable[[Iterable[Row]], Iterator[Row]] | None = None
     why: str = ""  # of a file that is read so, if it is not that its rows have this shape
@@ -70,11 +70,6 @@ def other_keys(row: Values, *used: str) -> dict[str, Any]:
 def is_list(value: Any, of: type = object) -> bool:
     """Whether a value is a list that is not empty, each item of type `of`."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, of) for one in value)
-
-
-def is_text(value: Any) -> bool:
-    """Whether there is text other than white space."""
-    return isinstance(value, str) and bool(value.strip())
 
 
 def is_empty(value: Any) -> bool:
