@@ -66,7 +66,7 @@ class Run:
         for kind in KINDS:
             if (given := settings.pop(kind, None)) is not None:
                 self._settings[f"data.{kind}"] = self._stored(kind, given)
-        self._settings |= {find_setting(key, ""): value for key, value in settings.items()}
+        self._settings = self._known("", settings)
         trusted(self.folder, {key: text for key, text in kept.items() if key not in self._settings})
         self.config()
 
@@ -76,9 +76,8 @@ class Run:
 
     def config(self, command: str = "pipeline", **settings: Any) -> Config:
         """The settings of a command, checked. Raises: UserError."""
-        known = self._known(command, settings)
-        check_adopted(known | dict.fromkeys(("experiment",) if self._preset else ()))
-        values = {key: plain(given) for key, given in known.items()}
+        values = self._known(command, settings)
+        check_adopted(values | dict.fromkeys(("experiment",) if self._preset else ()))
         config = compose_config([*self._preset, *(f"{key}={text_of(value)}" for key, value in values.items())], command)
         for key, value in values.items():
             if has_function(value):  # the text has only its name
@@ -88,7 +87,8 @@ class Run:
         return config
 
     def _known(self, command: str, settings: dict[str, Any]) -> dict[str, Any]:
-        return self._settings | {find_setting(key, command): value for key, value in settings.items()}
+        """The run's settings with a command's, by their full names, as settings hold them."""
+        return self._settings | {find_setting(key, command): plain(value) for key, value in settings.items()}
 
     def stage(self, name: str, overwrite: bool = False, **settings: Any) -> "Run":
         """Run a stage, and before it those that it needs and that are missing; returns the run.
@@ -113,8 +113,7 @@ class Run:
         beginnings_in.cache_clear()  # the files may have changed since another call
         config = self.config(name, overwrite=overwrite, **settings)
         known = self._known(name, settings)
-        values = {key: plain(value) for key, value in known.items()}
-        texts = (f"{key}={text_of(value)}" for key, value in values.items() if not has_function(value))
+        texts = (f"{key}={text_of(value)}" for key, value in known.items() if not has_function(value))
         given = GIVEN.set((*self._given, *texts))
         try:
             call_plugins(listed(config.plugins))

@@ -9,7 +9,7 @@ from typing import NamedTuple, TextIO
 from rlhf.config import Config
 from rlhf.errors import UserError
 from rlhf.recipe import ROUND_STAGES, STAGES
-from rlhf.runs.folders import existing_run, under_way
+from rlhf.runs.folders import ROUND, existing_run, under_way
 from rlhf.runs.metric_table import CHARTS
 from rlhf.runs.progress import format_count, format_figure, format_seconds
 from rlhf.runs.run_files import StageFiles, number_at, read_stage_files
@@ -52,8 +52,8 @@ class StageState(NamedTuple):
 def look(run: Path) -> list[StageState]:
     """The stages that have begun, in order, with those of earlier labelling rounds before this run's labelling."""
     titles, stages = list(STAGES), []
-    rounds = {path.name: path.name.rpartition("-")[2] for path in run.parent.glob(f"{glob.escape(run.name)}-round-*")}
-    names = sorted((name for name, number in rounds.items() if number.isdigit()), key=lambda name: int(rounds[name]))
+    names = [path.name for path in run.parent.glob(f"{glob.escape(run.name)}-round-*") if ROUND.search(path.name)]
+    names.sort(key=lambda name: int(name.rpartition("-")[2]))
     titles[titles.index("label") : titles.index("label")] = [f"{name}/{s}" for name in names for s in ROUND_STAGES]
     for title in titles:
         place = (run.parent if "/" in title else run) / title
