@@ -25,6 +25,7 @@ from rlhf.model.checkpoint import (
     check_finite,
     load_whole,
     read_checkpoint,
+    read_config,
     stored_tensors,
     weight_files,
 )
@@ -131,7 +132,9 @@ def load_weights(checkpoint: Checkpoint) -> Any:
             download("model.pretrained=", checkpoint.source.partition("@")[0], checkpoint.revision, (pattern,))
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
     how: Any = {**(checkpoint.gguf or {"use_safetensors": safe}), "weights_only": True, "dtype": torch.float32}
-    model: Any = load_whole(AutoModelForCausalLM, str(checkpoint.folder), **how)
+    source = str(checkpoint.folder)
+    read = read_config(source, f"{source}: no readable configuration", RESTORE, **checkpoint.gguf)
+    model: Any = load_whole(AutoModelForCausalLM, source, read, **how)
     if checkpoint.gguf:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config

@@ -193,20 +193,18 @@ def _read_licence(folder: Path, gguf: dict[str, str]) -> str | None:
 # ------------------------------------------------------------------------------------------------- loading
 
 
-def load_whole(loader: Any, source: str, new_head: bool = False, **keywords: Any) -> Any:
+def load_whole(loader: Any, source: str, config: Any, new_head: bool = False, **keywords: Any) -> Any:
     """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other.
 
-    new_head: weights outside the trunk's layers may be missing, since they will be trained, and others are ignored.
+    config: as `read_config` gives it. new_head: weights outside the trunk's layers may be missing, since they will be trained, and
+    others are ignored.
     Raises: UserError if weights are missing, left over, of another shape, or not finite, or if a file cannot be read.
     """
-    gguf = {name: keywords[name] for name in ("gguf_file",) if name in keywords}
-    if keywords.get("config") is None:
-        keywords["config"] = read_config(source, f"{source}: no readable configuration", RESTORE, **gguf)
-    if not gguf:
-        check_weights(source, keywords["config"], weight_files(Path(source)))
+    if "gguf_file" not in keywords:
+        check_weights(source, config, weight_files(Path(source)))
     with reading(f"{source}: not readable weights", RESTORE):
         model, info = loader.from_pretrained(
-            source, output_loading_info=True, trust_remote_code=False, **CHOSEN_HERE, **keywords
+            source, config=config, output_loading_info=True, trust_remote_code=False, **CHOSEN_HERE, **keywords
         )
     ids = special_ids(getattr(model, "generation_config", None))
     check_value(ids, Ids, f"{source}: generation_config.json", RESTORE)

@@ -22,7 +22,7 @@ from rlhf.data.tokenizer import open_tokenizer
 from rlhf.errors import UserError, reading
 from rlhf.model.batching import right_pad
 from rlhf.model.checkpoint import load_whole, read_config
-from rlhf.model.heads import RewardModel, scalar_heads_in_float32, without_dropout
+from rlhf.model.heads import RewardConfig, RewardModel, scalar_heads_in_float32, without_dropout
 from rlhf.model.interface import Episodes
 from rlhf.system.files import write_json
 from rlhf.system.schemas import Finite, Schema, read_checked
@@ -222,13 +222,10 @@ def load_reward_model(folder: str | Path, device: torch.device) -> RewardModel |
     """The reward model of a stage's model folder, or another one-label classifier, in eval mode.
     Raises: UserError if it cannot be read.
     """
-    path = Path(folder)
-    described = read_checked(path / "config.json", Schema, AGAIN)
-    if described is None:
-        raise UserError(f"{path}: not a readable reward model (it has no config.json): {AGAIN}")
-    if described.get("model_type") == "rlhf_reward":
-        return load_whole(RewardModel, str(path), local_files_only=True).eval().to(device)
-    return TextRewardModel.from_pretrained(path).to(device)
+    config = read_config(str(folder), f"{folder}: not a readable reward model", AGAIN, local_files_only=True)
+    if isinstance(config, RewardConfig):
+        return load_whole(RewardModel, str(folder), config, local_files_only=True).eval().to(device)
+    return TextRewardModel.from_pretrained(folder).to(device)
 
 
 def _read_config(source: str) -> tuple[Any, Any]:
@@ -250,7 +247,7 @@ def _read_network(source: str, config: Any, tokenizer: Any, **keywords: Any) -> 
     with reading(f"{source}: not a readable text classifier", wanted):
         config.num_labels = 1
         loader = AutoModelForSequenceClassification
-        network: Any = load_whole(loader, source, config=config, dtype=torch.float32, **keywords)
+        network: Any = load_whole(loader, source, config, dtype=torch.float32, **keywords)
     rows = network.get_input_embeddings().num_embeddings
     if len(tokenizer) == rows + 1:  # the pad token that we gave it
         network.resize_token_embeddings(len(tokenizer), mean_resizing=False)

@@ -38,8 +38,6 @@ def say(text: object = "", stream: TextIO | None = None) -> None:
 def write(text: str, stream: TextIO | None = None) -> None:
     """Print trusted or already `printable` text unchanged. Raises: OSError as `say` does."""
     target = stream or sys.stdout
-    if target is None:  # standard output was closed when Python started
-        return
     try:
         target.write(text)
         target.flush()

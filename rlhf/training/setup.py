@@ -114,7 +114,7 @@ def load_policy(folder: Path, dropout: float | None = None, encoder: bool = Fals
     dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have. encoder: whether it may be one.
     """
     config, loader = read_policy_config(folder, dropout, encoder), transformers.AutoModelForCausalLM
-    return load_whole(loader, str(folder), local_files_only=True, dtype=torch.float32, config=config).eval()
+    return load_whole(loader, str(folder), config, local_files_only=True, dtype=torch.float32).eval()
 
 
 def read_policy_config(folder: Path, dropout: float | None = None, encoder: bool = False) -> Any:
