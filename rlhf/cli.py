@@ -17,9 +17,9 @@ from rlhf.errors import UserError
 from rlhf.recipe import POLICY_STAGES, STAGES
 from rlhf.runs.folders import NAME, lend_parents, run_folder
 from rlhf.runs.remembered import GIVEN, by_key, recall, trusted
-from rlhf.system.exits import end, ending, interrupt_on_signals
+from rlhf.system.exits import MISTAKE, end, ending, interrupt_on_signals, report
 from rlhf.system.plugins import call_plugins
-from rlhf.system.processes import disconnect, process_count
+from rlhf.system.processes import disconnect, launch_problem, process_count
 from rlhf.system.terminal import accept_any_text, say, write
 
 RUN_STAGES = ("pipeline", *STAGES)  # the commands that run stages
@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     message = "interrupted" + (": run the same command again, it resumes from the last checkpoint" if resumes else "")
     with ending(message):
         interrupt_on_signals(message)
+        if (problem := launch_problem()) is not None:
+            report(problem)
+            sys.exit(MISTAKE)
         _dispatch(arguments)
         write("")  # flush here, so that a full disk is reported now and not at the interpreter's end
         if argv is None and disconnect():

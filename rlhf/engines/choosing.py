@@ -4,6 +4,7 @@ inverse transform sampling).
 Tokens depend only on (seed, key, step), the prompt and the model, never on the other prompts of the batch.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlhf.config.setting import listed
+from rlhf.config.setting import LEAST_TEMPERATURE, listed
 from rlhf.engines.decoder import Prompts, cached_in
 from rlhf.errors import UserError
 from rlhf.model.batching import by_length
@@ -37,11 +38,18 @@ CDF_BLOCK = 64  # tokens that are summed together before the cumulative distribu
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a token is chosen from logits. temperature: at least LEAST_TEMPERATURE; top_p: in (0, 1]."""
+    """How a token is chosen from logits; checked once."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
+            least = f"must be at least {LEAST_TEMPERATURE} (or ask for greedy)"
+            raise UserError(f"sampling: temperature={self.temperature} {least}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampling: top_p={self.top_p} must be in (0, 1]")
 
 
 class Samples(NamedTuple):
@@ -151,7 +159,8 @@ class SamplingEngine:
         keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its index). The
         order of the prompts and the batch change samples only through rounding of the logits. The log-probs are those of the full
         softmax at `temperature`. Dropout is off meanwhile.
-        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context.
+        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, and for settings out
+        of range.
         """
         how = replace(self.settings, **changes)
         keys = check_sampling(prompts, keys, how, lm(self.model).context)
@@ -195,6 +204,8 @@ class SamplingEngine:
 def check_sampling(prompts: Prompts, keys: Sequence[Key] | None, how: Sampling, context: int | None) -> Sequence[Key]:
     """One key per prompt. Raises: UserError for prompts that do not fit."""
     steps = how.max_new_tokens
+    if steps < 1:
+        raise UserError(f"sampling: max_new_tokens={steps} must be at least 1")
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise UserError(f"sampling: prompt {index} has no tokens: give each prompt at least one")

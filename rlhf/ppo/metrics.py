@@ -1,5 +1,6 @@
 """PPO's metrics: of a rollout, of an update's cost and of the held-out prompts; further ones from outside; the samples table."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -102,10 +103,17 @@ def load_measure(name: str) -> Measure:
 
     def measure(experience: Experience) -> dict[str, float]:
         returned = function(experience)
-        try:
-            return {f"custom/{key}": float(value) for key, value in returned.items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"metric {name}: {error}: return {{name: number}}") from None
+        if not isinstance(returned, Mapping):
+            raise UserError(f"metric {name}: returned a {type(returned).__name__}: return {{name: number}}")
+        found = {}
+        for key, value in returned.items():
+            if not re.fullmatch(r"[a-z0-9_-]+", str(key)):
+                raise UserError(f"metric {name}: {key!r} is no name: use lower-case letters, digits, _ and -")
+            try:
+                found[f"custom/{key}"] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise UserError(f"metric {name}: {key} is {value!r}: return one number per name") from None
+        return found
 
     return measure
 

@@ -1,5 +1,6 @@
-"""Requests to another machine's HTTP API: retries, and a key that is never written."""
+"""Requests to another machine's HTTP API: retries, one deadline per request, a key that is never written."""
 
+import asyncio
 import os
 import random
 import threading
@@ -17,11 +18,12 @@ from rlhf.system.terminal import one_line
 T = TypeVar("T")
 ATTEMPTS = 5
 LONGEST_WAIT = 60.0  # seconds
-TIMEOUT = 120.0  # seconds without a byte from the other side
+TIMEOUT = 120.0  # seconds of one request, from connecting to the end of the reply
+LARGEST_REPLY = 2**20  # bytes
 TEMPORARY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 WRONG_SETTINGS = {401: "the key is refused", 403: "the key may not do this", 404: "no such endpoint or model"}
 # No reply, or a malformed one.
-NO_REPLY = (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError)
+NO_REPLY = (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError)
 
 
 class Client:
@@ -69,19 +71,18 @@ class Client:
                 self.counts.update(requests=1, retries=int(attempt > 0))
             wait = min(LONGEST_WAIT, self.first_wait * 2**attempt) * random.uniform(0.5, 1.5)
             try:
-                answer = httpx.post(address, json=body, headers=headers, timeout=TIMEOUT)
-                self.reached = True
-                if answer.status_code == 200:
-                    return read(answer.content)
+                status, reply_headers, content = asyncio.run(self._post(address, body, headers))
+                if status == 200:
+                    return read(content)
             except NO_REPLY as error:
                 trouble = one_line(str(error) or "no reply in time", 200)
             else:
-                status, asked = answer.status_code, answer.headers.get("Retry-After", "")  # in seconds
+                asked = reply_headers.get("Retry-After", "")  # in seconds
                 if status in WRONG_SETTINGS:
                     wrong = f"{self.named}: {WRONG_SETTINGS[status]} (HTTP {status})"
                     raise UserError(f"{wrong}: check the URL and {self.key_setting}")
                 if status not in TEMPORARY:
-                    self.refused = f"HTTP {status}: {one_line(answer.text, 200)}"
+                    self.refused = f"HTTP {status}: {one_line(content.decode('utf-8', 'replace'), 200)}"
                     break
                 wait = max(wait, min(LONGEST_WAIT, float(asked) if asked.isdecimal() else 0.0))
             if attempt < ATTEMPTS - 1:
@@ -92,3 +93,18 @@ class Client:
         with self.lock:
             self.counts["failures"] += 1
         return None
+
+    async def _post(
+        self, address: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> tuple[int, httpx.Headers, bytes]:
+        """Status, headers and body of a reply. Raises: TimeoutError if it has not arrived whole after TIMEOUT seconds."""
+        async with (
+            asyncio.timeout(TIMEOUT),
+            httpx.AsyncClient(timeout=TIMEOUT) as client,
+            client.stream("POST", address, json=body, headers=headers) as answer,
+        ):
+            self.reached, content = True, b""
+            async for part in answer.aiter_bytes():
+                if len(content := content + part) > LARGEST_REPLY:
+                    raise ValueError("the reply is too long")
+            return answer.status_code, answer.headers, content

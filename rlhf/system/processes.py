@@ -55,6 +55,15 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def launch_problem() -> str | None:
+    """What is wrong with the launcher's variables, or None."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        value = os.environ.get(name, "0")
+        if not (value.isascii() and value.isdigit()):
+            return f"{name}={value}: want a whole number, as torchrun sets it: unset it to run as one process"
+    return None
+
+
 def connect(device: "torch.device", alone: bool = False) -> None:
     """Connect the processes, unless they are. alone: also a single one, which DeepSpeed needs even if there is no launcher."""
     import torch

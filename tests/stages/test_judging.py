@@ -4,7 +4,9 @@ import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -31,6 +33,12 @@ class Judge(BaseHTTPRequestHandler):
         trouble = self.server.trouble.pop(0) if self.server.trouble else None
         if isinstance(trouble, bytes):
             self.wfile.write(trouble)
+            return
+        if trouble == "drip":
+            with suppress(OSError):  # until the client has gone
+                for _ in range(200):
+                    self.wfile.write(b"HTTP/1.0 200 OK\r\nX-Long: " if _ == 0 else b"x")
+                    time.sleep(0.02)
             return
         if isinstance(trouble, int):
             self.send_response(trouble)
@@ -113,12 +121,17 @@ def test_a_reply_that_is_none_is_tried_again_and_counted(server, tmp_path, reply
     assert one.ask(MESSAGES) == "A" and one.counts["retries"] == 2
 
 
-def test_an_endpoint_that_nobody_answers_at_is_given_up(server, tmp_path):
+def test_an_endpoint_that_nobody_answers_at_or_that_drips_is_given_up(server, tmp_path, monkeypatch):
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = Endpoint(f"http://127.0.0.1:{nobody.getsockname()[1]}", "m", tmp_path / "c")
-        with pytest.raises(UserError, match=r"no answer in 5 attempts \(.*refused\): check the URL and the network"):
+        with pytest.raises(UserError, match=r"no answer in 5 attempts \(.*failed.*\): check the URL and the network"):
             dead.ask(MESSAGES)
+    monkeypatch.setattr(endpoint, "TIMEOUT", 0.2)
+    server.trouble = ["drip", "drip", "A"]
+    one = client(server, tmp_path)
+    started = time.monotonic()
+    assert one.ask(MESSAGES) == "A" and one.counts["retries"] == 2 and time.monotonic() - started < 3
 
 
 def test_a_lasting_failure_is_counted_and_not_cached(server, tmp_path):
