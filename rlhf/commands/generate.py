@@ -3,7 +3,6 @@
 A line contains the prompt, the lists `responses` and `ended`, `logprobs` and `token_ids` on request, and what the responses depend on.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from rlhf.runs.folders import check_output, refuse_inside_stage, run_folder, sta
 from rlhf.runs.progress import Progress
 from rlhf.runs.run_files import read_jsonl
 from rlhf.runs.sources import read_prompts
-from rlhf.system.files import check_replaceable, held, write_text
+from rlhf.system.files import check_replaceable, held, write_jsonl, writing
 from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write the responses to `generate.out`. Raises: UserError if it exists, the model is missing or no prompt fits."""
+    """Write `generate.out`, until it is whole as `<out>.part`. Raises: UserError if it exists, the model is missing or no prompt fits."""
     settings = config.generate
     out = Path(settings.out) if settings.out else run_folder(config) / "generate" / f"{settings.stage}.jsonl"
     refuse_inside_stage(out, "generate.out")
@@ -32,18 +31,24 @@ def run(config: Config) -> None:
         made = check_output(folder, settings.stage)
         records = read_prompts(config, lambda line: say(f"generate: {line}"))
         model = {"model": f"{made['run']}/{settings.stage}@{made['hash'][:8]}", "model_hash": made["hash"]}
-        lines = []
-        for record, cut, answers, how in answer_prompts(config, "generate", folder, records, settings.samples):
-            prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
-            row = {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
-            row |= {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
-            if settings.logprobs:
-                row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        if not lines:
+
+        def rows() -> Iterator[dict[str, Any]]:
+            for record, cut, answers, how in answer_prompts(config, "generate", folder, records, settings.samples):
+                prompt = [message.model_dump(include={"role", "content"}) for message in record.prompt]
+                row = {"id": record.id, "prompt": prompt, "cut": cut, **model, "seed": config.seed, **how}
+                row |= {"responses": [a.text for a in answers], "ended": [a.ended for a in answers]}
+                if settings.logprobs:
+                    row |= {"token_ids": [a.ids for a in answers], "logprobs": [a.logprobs for a in answers]}
+                yield row
+
+        part = out.with_name(f"{out.name}.part")
+        with writing(part, "generate.out", only_full=True):
+            count = write_jsonl(part, rows())
+        if not count:
+            part.unlink()
             raise UserError(f"generate: none of {len(records)} prompts fits the model's context")
-        write_text(out, "".join(lines))
-        prompts = f"{len(lines):,} of {len(records):,} prompts with {settings.samples} responses each"
+        part.replace(out)
+        prompts = f"{count:,} of {len(records):,} prompts with {settings.samples} responses each"
         say(f"generate: {model['model']}: {prompts} -> {out}")
 
 

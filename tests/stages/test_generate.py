@@ -77,11 +77,14 @@ def test_log_probs_are_the_models_own(gold_run, rows):
             assert torch.allclose(token_logprobs(logits, torch.tensor(ids)), torch.tensor(logp), atol=1e-4)
 
 
-def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
+def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path, monkeypatch):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     out = tmp_path / "out.jsonl"
     before = prompts.read_bytes()
     for more, message in (
-        ([f"generate.out='{prompts}'"], "exists: choose another"),
+        ([f"generate.out='{prompts}'"], "exists: choose another generate.out=…, or add overwrite=true"),
         ([f"generate.out='{prompts}'", "overwrite=true"], "is no file of `rlhf generate`, so it is not replaced"),
         ([f"generate.out='{gold_run.folder / 'ppo' / 'x.jsonl'}'"], "is inside the folder of a stage"),
         (["generate.stage=rejection"], "no finished rejection there"),
@@ -91,10 +94,12 @@ def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path):
     assert prompts.read_bytes() == before and not out.exists()
     generated(gold_run, prompts, out, "generate.greedy=true")
     first = out.read_bytes()
-    with pytest.raises(UserError, match="exists"):
-        generated(gold_run, prompts, out)
     generated(gold_run, prompts, out, "overwrite=true")
-    assert out.read_bytes() != first
+    assert (second := out.read_bytes()) != first and [path.name for path in tmp_path.iterdir()] == [out.name]
+    monkeypatch.setattr(generate.Progress, "update", interrupt)  # after the first row
+    with pytest.raises(KeyboardInterrupt):
+        generated(gold_run, prompts, out, "overwrite=true")
+    assert out.read_bytes() == second and (tmp_path / "out.jsonl.part").read_bytes() == second.splitlines(True)[0]
 
 
 def test_a_system_prompt_is_heard_in_chat_generate_and_the_api(gold_run, tmp_path, capsys):
