@@ -84,7 +84,7 @@ def run(config: Config) -> None:
             if loop.done < updates and not engine.sharded:  # ZeRO keeps gradients
                 seconds, experience = measure_update(parts)
                 if not loop.done:
-                    say_lengths(config, experience, stage.say)
+                    say_measured(config, experience, stage.say)
                 loop.say_time(seconds, f"the time of {settings.episodes_per_update // settings.minibatches} episodes")
             for update in loop.steps():
                 metrics = one_update(update=update, **vars(parts))
@@ -175,8 +175,7 @@ def one_update(
     rewards = token_rewards(scores, rollout.logp_old, rollout.logp_ref, mask, kl_coef, rollout.token_scores)
 
     # 4. Advantages: delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  whitened
-    factors = {"gamma": settings.gamma, "lam": settings.lam, "group_size": k}
-    advantages, returns = estimate(rewards, rollout.values, mask, **factors)
+    advantages, returns = estimate(rewards, rollout.values, mask, gamma=settings.gamma, lam=settings.lam, group_size=k)
     if settings.whiten_advantages and settings.advantages not in OF_GROUPS:
         advantages = whiten(advantages, mask, ranks.sum_tensor)
     if update == 1:
@@ -229,9 +228,9 @@ def measure_update(parts: Parts) -> tuple[float, Experience]:
     return settings.minibatches * (scored - started + settings.epochs * (time.monotonic() - scored)), experience
 
 
-def say_lengths(config: Config, experience: Experience, say: Callable[[str], None]) -> None:
-    """The lengths of the policy's responses; a warning if more than MOST_CUT of them are cut."""
-    rollout, limit = experience.rollout, config.rollout.max_new_tokens
+def say_measured(config: Config, experience: Experience, say: Callable[[str], None]) -> None:
+    """The lengths of the policy's responses; a warning if more than MOST_CUT of them are cut, or if all have one score."""
+    rollout, scores, limit = experience.rollout, experience.scores, config.rollout.max_new_tokens
     cut = 1 - rollout.ended.float().mean().item()
     lengths = rollout.response_mask.sum(1).float().cpu()
     half, most = (lengths.quantile(share).item() for share in (0.5, 0.95))
@@ -240,6 +239,9 @@ def say_lengths(config: Config, experience: Experience, say: Callable[[str], Non
     if cut > MOST_CUT and config.ppo.missing_eos_rule != "none":
         remedy = f"set rollout.max_new_tokens={2 * limit}, or train SFT on shorter demonstrations"
         say(f"warning: ppo.missing_eos_rule lowers the scores of responses that are cut: {remedy}")
+    if len(scores) > 1 and scores.max() == scores.min():
+        remedy = "check ppo.rewards or the reward model, or give other prompts"
+        say(f"warning: all {len(scores)} measured scores are {scores[0]:.4g}, so PPO cannot learn from them: {remedy}")
 
 
 def above_ceiling(config: Config, kl: float) -> bool:

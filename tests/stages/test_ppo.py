@@ -219,6 +219,9 @@ def test_measuring_an_update_changes_nothing(trainer):
     assert seconds > 0 and experience.texts and torch.equal(torch.get_rng_state(), random)
     assert not changed(before, trainer.actor_critic)
     assert all(p.grad is None for p in trainer.actor_critic.parameters())
+    for scores, warns in ((experience.scores, 0), (torch.ones_like(experience.scores), 1)):
+        ppo.say_measured(trainer.config, experience._replace(scores=scores), (said := []).append)
+        assert sum("scores are 1, so PPO cannot learn" in line for line in said) == warns
 
 
 def test_the_critic_begins_on_the_scale_of_the_scores(trainer):
