@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import recursively_apply, send_to_device
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rlhf.config import Config
 from rlhf.data.tokenizer import load_tokenizer, tokenizer_hash
@@ -86,12 +86,12 @@ def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
     """
     training = module.training
     twin = copy.deepcopy(module.eval()).cpu()
-    given = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, (arguments, keywords))
-    found = []
-    for one, (args, kwargs) in ((module, (arguments, keywords)), (twin, given)):
-        outputs = [x for x in tree_leaves(one(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    given, found = (arguments, keywords), []
+    for one, (args, kwargs) in ((module, given), (twin, send_to_device(given, "cpu"))):
+        sums = list[Tensor]()  # of the outputs
+        recursively_apply(lambda x, into: into.append(x.sum()) or x, one(*args, **kwargs), sums)
         trained = {name: p for name, p in one.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad([x.sum() for x in outputs], [*trained.values()], allow_unused=True)
+        gradients = torch.autograd.grad([x for x in sums if x.requires_grad], [*trained.values()], allow_unused=True)
         found.append({n: g.float().cpu() for n, g in zip(trained, gradients, strict=True) if g is not None})
     module.train(training)
     here, wanted = found
@@ -125,10 +125,9 @@ def read_policy_config(folder: Path, dropout: float | None = None, encoder: bool
     what, remedy = f"{folder}: not a readable model", "run the stage that writes it again"
     config = read_config(str(folder), what, remedy, local_files_only=True)
     if not encoder and is_encoder(config):
-        raise UserError(
-            f"{folder}: is an encoder (model.attention=bidirectional), which writes no text: want a causal model, or use this one as "
-            f"reward.model={folder}, judge.model={folder} or in `rlhf classify`"
-        )
+        problem = "is an encoder (model.attention=bidirectional), which writes no text"
+        use = f"use this one as reward.model={folder}, judge.model={folder} or in `rlhf classify`"
+        raise UserError(f"{folder}: {problem}: want a causal model, or {use}")
     if dropout is not None and hasattr(config, "dropout"):
         config.dropout = dropout
     return config
@@ -142,7 +141,5 @@ def load_frozen(config: Config, folder: Path, device: torch.device) -> Any:
 def check_tokenizer(parent: Path, tokenizer: Any) -> None:
     """Raises: UserError if the model in a stage's folder was trained with another tokenizer."""
     if tokenizer_hash(load_tokenizer(parent / "model")) != tokenizer_hash(tokenizer):
-        raise UserError(
-            f"{parent / 'model'}: its tokenizer or chat template is not that of this run: train {parent.name} again, "
-            f"or point parents.{parent.name} at a run that shares the tokenizer"
-        )
+        remedy = f"train {parent.name} again, or point parents.{parent.name} at a run that shares the tokenizer"
+        raise UserError(f"{parent / 'model'}: its tokenizer or chat template is not that of this run: {remedy}")

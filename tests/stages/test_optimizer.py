@@ -143,7 +143,7 @@ class Faulty(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return Doubled.apply(y) if self.faulty == id(self) else y
+        return {"y": [Doubled.apply(y) if self.faulty == id(self) else y], "n": None}
 
 
 def engine_of(faulty: bool) -> Engine:
