@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import Any
 
 import numpy as np
@@ -234,15 +234,12 @@ def repetition(words: Sequence[str]) -> float:
 
 
 def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
-    """Different n-grams over all n-grams of all rows; the interval is the delete-one jackknife's (Efron and Tibshirani 1993,
-    chapter 11).
-    """
+    """Different n-grams over all n-grams of all rows, with the delete-one jackknife's interval (Efron and Tibshirani 1993, chapter 11)."""
     rows_with: Counter[tuple[str, ...]] = Counter(gram for row in rows for gram in set(row))
     total, kinds, n = sum(map(len, rows)), len(rows_with), len(rows)
     if not total or n < 2:
         return {"value": None, "ci95": None, "n": n}
     alone = [sum(rows_with[gram] == 1 for gram in set(row)) for row in rows]  # n-grams that only this row has
     left = [(kinds - only) / max(1, total - len(row)) for row, only in zip(rows, alone, strict=True)]
-    centre = fmean(left)
-    half = 1.96 * math.sqrt((n - 1) / n * sum((x - centre) ** 2 for x in left)) if n >= LEAST_ITEMS else None
-    return within_bounds(figure(kinds / total, half, n))
+    half = 1.96 * math.sqrt((n - 1) * pvariance(left)) if n >= LEAST_ITEMS else None
+    return within_bounds(figure(kinds / total, half or None, n))  # of rows that all add the same it says nothing

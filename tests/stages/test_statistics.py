@@ -117,6 +117,7 @@ def test_different_ngrams_by_hand_and_the_jackknife_interval():
     # 11/12 x 1/132 = 1/144, so the standard error is 1/12
     assert distinct([[("a",)]] * 11 + [[("b",)]]) == {"value": 0.1667, "ci95": [0.0033, 0.33], "n": 12}
     assert distinct([[("a",)]] * 2 + [[(str(i),)] for i in range(10)])["ci95"][1] == 1.0, "a share"
+    assert distinct([[(str(i),)] for i in range(12)]) == {"value": 1.0, "ci95": None, "n": 12}, "no row differs"
 
 
 def test_an_interval_of_repetition_has_no_negative_end():
