@@ -12,14 +12,16 @@ from rlhf.runs.stage import open_stage
 
 def run(config: Config) -> None:
     """Write runs/<run>/tokenizer/model."""
-    with open_stage(config, "tokenizer") as stage:
-        if config.model.pretrained is not None:
-            from rlhf.model.adopt import adopt_tokenizer
-            from rlhf.model.checkpoint import read_checkpoint
+    checkpoint = None
+    if config.model.pretrained is not None:  # a wrong name is refused before anything starts
+        from rlhf.model.adopt import adopt_tokenizer
+        from rlhf.model.checkpoint import read_checkpoint
 
-            checkpoint = read_checkpoint(config.model.pretrained)
-            if checkpoint.revision is None:
-                checkpoint.weight_files()  # refuse a local model without weights here, not one stage later
+        checkpoint = read_checkpoint(config.model.pretrained)
+        if checkpoint.revision is None:
+            checkpoint.weight_files()  # refuse a local model without weights here, not one stage later
+    with open_stage(config, "tokenizer") as stage:
+        if checkpoint is not None:
             tokenizer, notes = adopt_tokenizer(checkpoint, config.data.form, config.model.native)
             stage.say(*notes, f"{len(tokenizer)} entries, adopted from {config.model.pretrained}")
         else:
