@@ -40,13 +40,13 @@ def run(config: ImportConfig) -> None:
     target = target if os.path.isabs(str(config.out)) else Path(os.path.relpath(target))  # as it was given
     lines = [*describe(report), *(f"reject: {reject}" for reject in importer.first_rejects)]
     hidden = importer.reject_count - len(importer.first_rejects)
-    lines += [f"… and {hidden:,} more rejects in {target / 'rejects.jsonl'}"] if hidden else []
+    lines += [f"… and {hidden:,} more in {target / 'rejects.jsonl'}"] if hidden else []
     for line in (*lines, f"written to {target}"):
         say(f"import: {line[:4000]}")
     if partial:
         there = f"the accepted rows are in {target}, which training refuses without data.allow_partial=true"
-        rejects = f"{importer.reject_count:,} rejects, max_rejects={config.max_rejects}"
-        raise UserError(f"{rejects}: {there}: correct the rows, or set max_rejects")
+        rejects = f"{importer.reject_count:,} reject{'s' if importer.reject_count > 1 else ''}"
+        raise UserError(f"{rejects}, max_rejects={config.max_rejects}: {there}: correct the rows, or set max_rejects")
 
 
 def describe(report: dict[str, Any]) -> list[str]:

@@ -128,15 +128,15 @@ class Importer:
         self.files.append(entry)
 
     def _check(self, record: Record, format: str | None) -> tuple[Record, str]:
-        """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`. Raises: BadRow for
-        such a split in our own format, and if the metadata is not JSON.
+        """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`, unless the row has one.
+        Raises: BadRow for such a split in our own format, and if the metadata is not JSON.
         """
         given = given_split(record)
         if given is not None and given not in SPLITS:
             if format == "native" or record.metadata.get("split") is None:
                 raise BadRow("split", f"got {shown(given)}, want one of {', '.join(SPLITS)}, or null")
             metadata = {key: value for key, value in record.metadata.items() if key != "split"}
-            record = record.model_copy(update={"metadata": metadata | {"source_split": given}})
+            record = record.model_copy(update={"metadata": {"source_split": given} | metadata})
         try:
             return record, to_line(record)
         except (ValueError, TypeError, RecursionError) as error:

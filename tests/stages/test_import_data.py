@@ -68,9 +68,14 @@ def test_rejects_say_where_what_came_and_what_was_wanted(tmp_path, capsys):
     assert [entry.get("original", "").encode() for entry in entries[:2]] == [BAD[0][0], BAD[1][0]]
     assert base64.b64decode(entries[2]["base64"]) == BAD[2][0] and "original" not in entries[2]
     assert report_of(partial)["counts"] == {"input": 8, "accepted": 2, "duplicates": 0, "filtered": 0, "rejected": 6}
+    path_of_one = write(tmp_path / "one.jsonl", [BAD[0][0]])
+    assert ": 1 reject, max_rejects=0" in refused(capsys, f"path={path_of_one}", f"out={tmp_path / 'one'}")[0]
     # allowed, the same rows are a complete import
     run(capsys, f"path={path}", f"out={tmp_path / 'out'}", "max_rejects=6")
     assert len(load_all(str(tmp_path / "out"))[0]) == 2 and len(rejects_of(tmp_path / "out")) == 6
+    path = write(tmp_path / "c.jsonl", [{"instruction": "?", "output": "2", "split": "valid", "source_split": "own"}])
+    run(capsys, f"path={path}", f"out={tmp_path / 'c'}")
+    assert load_all(str(tmp_path / "c"))[0][0].metadata == {"source_split": "own"}
 
 
 def test_the_hash_of_an_import_is_that_of_its_manifest(tmp_path, capsys):
@@ -116,9 +121,8 @@ def test_importing_twice_is_byte_identical(tmp_path, capsys):
     # and so is replacing an import by itself, which keeps its own assignments
     run(capsys, *settings, f"out={tmp_path / 'one'}", "overwrite=true")
     again = bytes_of(tmp_path / "one")
-    changed = {name for name in one if one[name] != again[name]}
+    changed = {name for name in one.keys() | again if one.get(name) != again.get(name)}
     assert changed <= {"report.json", "dataset.json"}, "the report says how many splits it kept"
-    assert set(again) == set(one)
 
 
 def test_what_is_there_is_not_replaced_unasked(tmp_path, capsys):
@@ -137,8 +141,7 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path, capsys):
     assert bytes_of(out) == before
     write(path, [DEMONSTRATION, PROMPT])
     run(capsys, f"path={path}", f"out={out}", "overwrite=true")
-    assert len(load_all(str(out))[0]) == 2
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+    assert len(load_all(str(out))[0]) == 2 and not [*tmp_path.glob(".*")]
 
 
 def test_a_replaced_import_keeps_its_splits(tmp_path, capsys):
