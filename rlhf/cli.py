@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = [word for word in words if not word.startswith("--local_rank=")]  # which DeepSpeed's launcher adds
     accept_any_text()
     resumes = bool(arguments) and arguments[0] in RUN_STAGES
-    message = "interrupted" + (": run the same command again, it resumes from the last checkpoint" if resumes else "")
+    again = ": run the same command again, it resumes from the last checkpoint, or begins anew if there is none yet"
+    message = "interrupted" + (again if resumes else "")
     with ending(message):
         interrupt_on_signals(message)
         if (problem := launch_problem()) is not None:
@@ -161,8 +162,5 @@ def _command_help(command: str, given: compose.Words) -> str:
         lines += sorted(f"  {one.name:<20} {one.wants}" for one in FORMATS.values())
     if command not in WITHOUT_GROUPS:
         lines += [f"  {group + '=' + ' | '.join(compose.choices_of(group)):<40}" for group in CONFIG_GROUPS]
-        lines += [
-            "",
-            "Defaults are the papers' values. With experiment=… or run=… this help shows the values that they give.",
-        ]
+        lines += ["", "Defaults are the papers' values; with experiment=… or run=… this help shows theirs."]
     return "\n".join(lines)

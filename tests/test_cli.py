@@ -89,21 +89,19 @@ def test_help_and_mistakes_import_nothing_heavy():
     (["ppo", "experiment=golt"], "experiment=golt: want one of align, align-laptop, dialogue, gold, gold-dialogue, real, sentiment "
      "(did you mean 'gold'?)"),
     (["ppo", "kl.coef"], "'kl.coef': want key=value: write `kl.coef=…`"),
-    (["ppo", "a=[1"], "'a=[1': not an override"),
+    (["ppo", "a=[1"], "'a=[1': not an override: write"), (["sft", "seed=1,"], "'seed=1,': not an override: take out the comma"),
     (["ppo", "kl.coef=much"], "kl.coef=much; Value 'much' of type 'str' could not be converted to Float"),
-    (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
     (["ppo", "data=here"], "data=here: data is a group of settings: write data.<setting>=…"),
     (["ppo", "kl.coef=-1", "device=tpu"], "device=tpu: want one of auto, cpu, cuda, mps; kl.coef=-1.0: want 0 or more"),
-    (["report", "run=a/b"], "run='a/b': want letters, digits"),
+    (["report", "run=a/b"], "run='a/b': want letters, digits"), (["report", "--config-dir", "none"], "--config-dir none: no such folder"),
     (["report", "run=none"], "runs/none: no such run: check run=… and runs_dir=…"),
-    (["report", "--config-dir", "none"], "--config-dir none: no such folder"),
     (["report", "--config-path", "x"], "unknown option '--config-path' (did you mean '--config-dir'?)"),
     (["report", "--multirum"], "unknown option '--multirum' (did you mean '--multirun'?)"),
     (["ppo", "--kl.coef=1"], "'--kl.coef': write settings"), (["report", "--", "some", "text"], "unknown option '--'"),
     (["rejection", "lora.rank=8"], "lora.rank: `rlhf rejection` does not use it; sft, reward, dpo, ppo do: leave it out"),
     (["evaluate", "chat.temperature=2"], "chat.temperature: `rlhf evaluate` does not use it"),
     (["ppo", "rollout.temperature=2"], "unknown setting 'rollout.temperature': PPO samples at temperature 1"),
-    (["next", "run=x"], "`rlhf next` is gone: `rlhf generate"),
+    (["next", "run=x"], "`rlhf next` is gone: `rlhf generate"), (["ppo", "seed=null"], "seed=null; field 'seed' is not Optional"),
     (["study", "study.kind=details"], "`rlhf study` is gone: use `python scripts/studies/<kind>.py`, such as"),
     (["ppo", "study.kind=details"], "unknown setting 'study.kind': use the options of `python scripts/studies/"),
     (["import", "path=x", "out=y", "columns.prompt=q"], "columns.prompt=q: only format=table uses columns.* and words.*: add"),
@@ -177,8 +175,8 @@ def test_settings_of_labelling_need_no_group():
 
 
 @pytest.mark.parametrize(("command", "told"), [
-    (pipeline, "interrupted: run the same command again, it resumes from the last checkpoint"), (report, "interrupted"),
-    (chat, "interrupted"),
+    (pipeline, "interrupted: run the same command again, it resumes from the last checkpoint, or begins anew if there is none yet"),
+    (report, "interrupted"), (chat, "interrupted"),
 ])  # fmt: skip
 def test_an_interrupted_command_says_how_to_go_on_if_it_can(call, monkeypatch, command, told):
     def interrupt(*given):

@@ -95,6 +95,6 @@ def amount(number: float) -> str:
 
 
 def format_hours(hours: float) -> str:
-    if hours >= 48:
-        return f"{hours / 24:,.1f} days"
-    return f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.1f} minutes"
+    if hours >= 1:
+        return f"{hours / 24:,.1f} days" if hours >= 48 else f"{hours:.1f} hours"
+    return f"{hours * 60:.1f} minutes" if hours * 60 >= 1 else "under a minute"

@@ -81,9 +81,8 @@ def read_words(arguments: list[str], command: str) -> Words:
                 if value != "job":
                     raise UserError(f"{flag} {value}: want {flag} job")
             elif not Path(value).is_dir():
-                raise UserError(
-                    f"{flag} {value}: no such folder: want one with YAML files, such as experiment/mine.yaml"
-                )
+                wanted = "want one with YAML files, such as experiment/mine.yaml"
+                raise UserError(f"{flag} {value}: no such folder: {wanted}")
             else:
                 overrides.insert(0, f"hydra.searchpath=['file://{Path(value).resolve()}']")
     for folder in searched_folders(overrides):
@@ -142,9 +141,10 @@ def parse(text: str) -> Any:
 
     try:
         return OverridesParser.create().parse_override(text)
-    except (HydraException, RecursionError) as error:
-        problem = f"not an override ({first_line(error)}): write key=value, quote odd values"
-        raise UserError(f"{text[:200]!r}: {problem}") from None
+    except (HydraException, RecursionError):
+        odd = "write key=value, close brackets and quotes, quote odd values"
+        remedy = "take out the comma at its end" if text.endswith(",") else odd
+        raise UserError(f"{text[:200]!r}: not an override: {remedy}") from None
 
 
 def in_quotes(text: str, interpolate: bool = False) -> str:
@@ -170,9 +170,8 @@ def check_overrides(overrides: list[str], command: str = "") -> None:
             choices = choices_of(key, *searched_folders(overrides))
             if isinstance(value, str) and value not in choices:
                 if key == "model" and ("/" in value or value.endswith(".gguf") or Path(value).exists()):
-                    raise UserError(
-                        f"{key}={value}: names a shape to pretrain, such as gpt2: give model.pretrained={value}"
-                    )
+                    instead = f"give model.pretrained={value}"
+                    raise UserError(f"{key}={value}: names a shape to pretrain, such as gpt2: {instead}")
                 own = f"a file of your own, <folder>/{key}/{value}.yaml, is found with --config-dir <folder>"
                 raise UserError(f"{key}={value}: want one of {', '.join(choices)}{nearest(value, choices)}; {own}")
         elif any(setting.startswith(f"{key}.") for setting in settings):

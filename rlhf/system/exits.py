@@ -147,7 +147,7 @@ def finish_step(name: str) -> Iterator[None]:
     """
     before = _handle(
         lambda: tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n"),
-        lambda: tell(f"\n{name}: stopped; the same command resumes from the last checkpoint\n"),
+        lambda: tell(f"\n{name}: stopped; the same command resumes from the last checkpoint, if there is one\n"),
     )
     try:
         yield

@@ -173,6 +173,7 @@ def test_defaults_are_the_papers_and_any_experiment_can_be_planned():
     for name in ("gold", "real"):
         plan = make_plan(planned(f"experiment={name}", "deepspeed=zero1", "gpus=2"))
         assert plan["fits"] and plan["shape"]["vocab_size"] in (1024, 4096)
+        assert f"{'ppo in all':<24}under a minute" in plan_lines(plan)
 
 
 def test_what_use_costs_by_hand():
