@@ -87,9 +87,7 @@ def metrics(run: Run, stage: str, name: str) -> list[float]:
 
 
 # They differ from those that are not long in what tests/model covers: tensors' names, and the logits of transformers' classes.
-MORE = [
-    pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "opt", "phi", "gemma3", "falcon", "mixtral")
-]
+MORE = [pytest.param(one, marks=pytest.mark.long) for one in ("gpt_neox", "opt", "phi", "gemma3", "falcon", "mixtral")]
 
 
 @pytest.mark.parametrize("name", ["openai-gpt", "gemma2", "bloom", *MORE])
@@ -117,15 +115,12 @@ QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 @pytest.mark.parametrize(("name", "more"), [
     ("qwen2", []),
-    pytest.param("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=60"],
-        marks=pytest.mark.long),
+    pytest.param("llama", ["model.native=false", "lora.rank=8", "lora.alpha=32", "sft.epochs=60"], marks=pytest.mark.long),
     pytest.param("gemma3", ["sft.lr=0.02", "sft.epochs=100"], marks=pytest.mark.long),
     pytest.param("llama", ["lora.rank=8", "lora.alpha=32", "lora.share_trunk=true"], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, more):
-    """As our GPT, as transformers' class, with adapters: trained until it gives the answer that an earlier turn of dialogues
-    teaches, in every command alike.
-    """
+    """As our GPT, as transformers' class, with adapters: trained until it gives, in every command, the answer that dialogues teach."""
     lora = "lora.rank=8" in more
     save(tmp_path / "hf", name, scale=30.0 if lora else 1.0)  # beside a small frozen unembedding adapters learn little
     # whose answers it learns, and they fit
@@ -151,8 +146,9 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     [row] = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     # Of the few demonstrations this Gemma learns the answers, but not which one a system prompt asks for.
     assert row["responses"] == [answer] and answer in ["A cat?", "On the mat."][: 1 + (name == "gemma3")]
-    whole = ("data.dev=0", "data.test=0")
-    call("sample", *asked, *whole, "sample.responses=2", "sample.stage=sft", "sample.temperature=3")
+    call(
+        "sample", *asked, "data.dev=0", "data.test=0", "sample.responses=2", "sample.stage=sft", "sample.temperature=3"
+    )
     assert "Be brief." in (tmp_path / "run" / "sample" / "tasks.jsonl").read_text()
     plan = call("plan", f"model.pretrained='{tmp_path}/hf'", "rollout.max_new_tokens=8", "+experiment=align-laptop")
     assert "trained: lora.rank=16" in plan
@@ -185,10 +181,8 @@ def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, 
     alone = align(tmp_path, labels, f"model.native={native}", "sft.dropout=0")
     pair = alone.copy(tmp_path, "sft", zero)
     words = pair.words(f"deepspeed={zero}", "sharding.persistence_threshold=200")
-    for stage in ("sft", "reward", "ppo"):
+    for stage, metric in {"sft": "sft/loss", "reward": "reward/loss", "ppo": "loss/value_avg"}.items():
         assert run_processes([stage, "--shared-settings", *words], 2, 1) == 0
-    names = {"sft": "sft/loss", "reward": "reward/loss", "ppo": "loss/value_avg"}
-    for stage, metric in names.items():
         wanted = metrics(alone, stage, metric)
         assert wanted and metrics(pair, stage, metric) == pytest.approx(wanted, abs=1e-3), stage
     assert isinstance(load_policy(pair.folder / "ppo" / "model"), GPTForCausalLM) == (native == "auto")

@@ -116,7 +116,6 @@ def test_a_system_prompt_is_heard_in_chat_generate_and_the_api(gold_run, tmp_pat
 
 
 HALF = ["precision=bfloat16", "device=cpu", "rollout.max_new_tokens=6", "rollout.batch_size=64"]
-CPU = torch.device("cpu")
 Seen = dict[type, set[torch.dtype]]
 
 
