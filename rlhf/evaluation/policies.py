@@ -13,14 +13,13 @@ from rlhf.data.tokenizer import encode_texts
 from rlhf.engines.choosing import Key, SamplingEngine
 from rlhf.engines.sampling import make_sampler
 from rlhf.evaluation.scoring import Scores, pair_nats
-from rlhf.evaluation.statistics import Figures, batched, flatten, interval_of, split_like, win_rate
+from rlhf.evaluation.statistics import Figures, flatten, interval_of, split_like, win_rate
 from rlhf.gold.truth import Truth
 from rlhf.model.interface import Episodes
 from rlhf.ppo.experience import Prompt
 from rlhf.ppo.rewards import ModelReward, Reward, adjust_scores, make_reward
-from rlhf.runs.folders import read_stage, rounds_before, run_folder, stage_folder, stages_of
+from rlhf.runs.folders import read_stage, reward_sources, rounds_before, run_folder, stage_folder, stages_of
 from rlhf.runs.progress import Progress
-from rlhf.runs.sources import reward_sources
 from rlhf.system.processes import divide
 from rlhf.training.setup import load_frozen
 
@@ -89,7 +88,8 @@ def draw_in_turn(
     """The responses to each prompt, which is given with its key and their number; `together` prompts are answered at once. how: as of
     `draw_answers`.
     """
-    for part in batched(asked, together):
+    for start in range(0, len(asked), together):
+        part = asked[start : start + together]
         prompts = [ids for ids, _, count in part for _ in range(count)]
         keys = [(*key, j) for _, key, count in part for j in range(count)]
         answers = draw_answers(engine, tokenizer, prompts, keys, **how)

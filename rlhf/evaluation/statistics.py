@@ -30,11 +30,6 @@ def split_like(values: Iterable[Any], rows: Iterable[Sequence[Any]]) -> list[lis
     return [list(itertools.islice(flat, len(row))) for row in rows]
 
 
-def batched(values: Sequence[Any], size: int) -> list[list[Any]]:
-    """Values in rows of one length; the last row may be shorter."""
-    return [list(values[i : i + size]) for i in range(0, len(values), size)]
-
-
 def interval(values: Sequence[float], share: bool = False) -> Figures:
     """`figure` of the mean of one number per prompt, by the normal approximation. share: of numbers in [0, 1]."""
     return ratio_interval(values, [1.0] * len(values), share)

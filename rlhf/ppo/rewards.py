@@ -25,8 +25,8 @@ from rlhf.model.classifier import load_reward_model
 from rlhf.model.heads import RewardConfig, RewardModel
 from rlhf.model.interface import Episodes, evaluating, lm, score, unwrapped
 from rlhf.ops.ppo import apply_missing_eos
-from rlhf.runs.folders import check_output, read_stage, stage_folder
-from rlhf.runs.sources import reward_folder, reward_model_folder, reward_sources
+from rlhf.runs.folders import check_output, read_stage, reward_sources, stage_folder
+from rlhf.runs.sources import reward_folder, reward_model_folder
 from rlhf.system.endpoint import Client
 from rlhf.system.files import read_json
 from rlhf.system.plugins import is_address, is_function, load_named

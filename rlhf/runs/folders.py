@@ -45,7 +45,7 @@ def identity_of(config: Config, stage: str) -> dict[str, Any]:
 
 def rates(config: Config, stage: str) -> bool:
     """Whether a stage reads the settings of ratings: PPO and rejection sampling only with a rater among their reward sources."""
-    rater = any(Path(name or "").name == "rate" for name in listed(config.ppo.rewards))
+    rater = any(Path(name or "").name == "rate" for name in reward_sources(config)[0])
     return stage in ("rate", "evaluate") or (rater and stage in SCORED_STAGES)
 
 
@@ -124,15 +124,16 @@ def needs_parent(config: Config, stage: str, parent: str) -> bool:
     if stage == "evaluate" and parent == "ppo":
         return False
     if parent == "reward" and stage in SCORED_STAGES:
-        return scores_by_own(config) and (stage != "evaluate" or needs_parent(config, stage, "ppo"))
+        return None in reward_sources(config)[0] and (stage != "evaluate" or needs_parent(config, stage, "ppo"))
     if parent == "judge":
         return config.judge.model is not None or config.parents.judge is not None
     return is_needed(config, parent)
 
 
-def scores_by_own(config: Config) -> bool:
-    """Whether the run's own reward model is a reward source."""
-    return config.ppo.rewards is None or None in listed(config.ppo.rewards)
+def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
+    """ppo.rewards as a list, in which None is the run's own reward model, and one weight for each."""
+    names: list[str | None] = listed(config.ppo.rewards) or [None]
+    return names, [float(weight) for weight in listed(config.ppo.reward_weights)] or [1.0] * len(names)
 
 
 def parents_of(config: Config, stage: str) -> list[str]:

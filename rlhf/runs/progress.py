@@ -9,7 +9,6 @@ import shutil
 import sys
 import time
 from contextlib import AbstractContextManager
-from typing import TextIO
 
 from rlhf.system.processes import is_first
 from rlhf.system.terminal import printable, say, write
@@ -19,17 +18,15 @@ LIVE_INTERVAL, PLAIN_INTERVAL = 0.2, 10.0
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Counts a loop of `total` units (None: unknown), `initial` of them done before this process began, and shows the count on `stream`: on
-    a terminal one line that is drawn again, otherwise whole lines; both at the first update, every few seconds, and at the end.
+    """Counts a loop of `total` units (None: unknown), `initial` of them done before this process began, and shows the count on standard
+    error: on a terminal one line that is drawn again, otherwise whole lines; both at the first update, every few seconds, and at the end.
     The rate and the time left count only what this process did.
     """
 
-    def __init__(
-        self, total: int | None, label: str, unit: str = "step", initial: int = 0, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, total: int | None, label: str, unit: str = "step", initial: int = 0) -> None:
         silent = not is_first() or os.environ.get("RLHF_PROGRESS", "").lower() in ("off", "0", "false")
         self.total, self.label, self.unit, self.initial, self.done = total, label, unit, initial, initial
-        self._stream, self._figures = None if silent else stream or sys.stderr, dict[str, str]()
+        self._stream, self._figures = None if silent else sys.stderr, dict[str, str]()
         self.started, self._printed_at, self._printed = time.monotonic(), -math.inf, initial
         self._live = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
 

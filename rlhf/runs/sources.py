@@ -18,7 +18,7 @@ from rlhf.data.splits import given_split, prompt_key, record_split, shared_begin
 from rlhf.data.storage import MANIFEST, verify
 from rlhf.errors import UserError
 from rlhf.recipe import BASELINES, REWARD_SOURCES, STAGES
-from rlhf.runs.folders import check_output, is_complete, policy_folder, rates, stage_folder
+from rlhf.runs.folders import check_output, is_complete, policy_folder, rates, reward_sources, stage_folder
 from rlhf.system.files import download, read_json, sha256_file
 from rlhf.system.plugins import is_address, is_function, source_sha256
 
@@ -118,12 +118,6 @@ def hash_model(name: str | None, prefix: str) -> dict[str, str]:
         return {}
     files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
     return {f"{prefix}{file.name}": sha256_file(file) for file in files}
-
-
-def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:
-    """ppo.rewards as a list, in which None is the run's own reward model, and one weight for each."""
-    names: list[str | None] = listed(config.ppo.rewards) or [None]
-    return names, [float(weight) for weight in listed(config.ppo.reward_weights)] or [1.0] * len(names)
 
 
 def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards") -> Path:

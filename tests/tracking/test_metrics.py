@@ -1,3 +1,4 @@
+import contextlib
 import io
 import math
 
@@ -93,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_plain_lines_are_few_and_tell_the_time_left(clock: list[float]) -> None:
     out = io.StringIO()
-    with Progress(10, "ppo", unit="update", initial=4, stream=out) as bar:
+    with contextlib.redirect_stderr(out), Progress(10, "ppo", unit="update", initial=4) as bar:
         for number in range(6):
             clock[0] += 4.0
             bar.update(kl=0.5 * number)
@@ -109,13 +110,13 @@ def test_plain_lines_are_few_and_tell_the_time_left(clock: list[float]) -> None:
 def test_a_terminal_gets_one_live_line_unless_it_is_off(clock, monkeypatch):
     monkeypatch.setenv("RLHF_PROGRESS", "off")
     out = Terminal()
-    with Progress(3, "sft", stream=out) as bar:
+    with contextlib.redirect_stderr(out), Progress(3, "sft") as bar:
         bar.update(2, loss=1.0)
     assert out.getvalue() == "" and bar.done == 2
     monkeypatch.delenv("RLHF_PROGRESS", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
-    with Progress(3, "sft", stream=out) as bar:
+    with contextlib.redirect_stderr(out), Progress(3, "sft") as bar:
         for _ in range(3):
             bar.update(loss=1.25)
     last = out.getvalue().split("\r")[-1]

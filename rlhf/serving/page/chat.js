@@ -151,5 +151,4 @@ export function makeChat(panel, me, compare) {
       return el("span", { class: `token s${level}`, title: told }, token);
     }));
   }
-  return {};
 }
