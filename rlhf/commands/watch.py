@@ -58,7 +58,7 @@ def look(run: Path) -> list[StageState]:
     for title in titles:
         place = (run.parent if "/" in title else run) / title
         folder, locked = under_way(place), is_locked(place)
-        files = read_stage_files(folder, title.rpartition("/")[2])
+        files = read_stage_files(folder)
         if files.record or locked:
             status = files.status if files.status == "complete" else "running" if locked else "stopped"
             stages.append(StageState(title, status, folder, files))

@@ -194,9 +194,9 @@ def make_differences(run: RunFiles) -> Table:
     ours: dict[str, Any] = {}
     for stage in run.stages.values():
         ours |= flatten(stage.record.get("config"))
-    for stage in run.stages.values():
+    for name, stage in run.stages.items():
         identity = flatten(stage.record.get("settings"))
-        ours |= {key: value for key, value in identity.items() if key.partition(".")[0] == stage.name}
+        ours |= {key: value for key, value in identity.items() if key.partition(".")[0] == name}
     usual, stated = flatten(asdict(Config())), settings_in(Config)  # paths, display and the like change nothing
     compared = (key for key in sorted(usual.keys() & ours.keys()) if stated[key].changes != NOTHING)
     rows = [[key, show_value(usual[key]), show_value(ours[key])] for key in compared if usual[key] != ours[key]]

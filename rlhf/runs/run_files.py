@@ -61,7 +61,6 @@ def truncate_jsonl(path: Path, key: str, last: int) -> list[dict[str, Any]]:
 class StageFiles:
     """The contents of one stage's folder; every part may be missing."""
 
-    name: str
     status: str  # complete | unfinished | not started
     record: dict[str, Any] = field(default_factory=dict)
     points: Points = field(default_factory=dict)
@@ -90,11 +89,11 @@ class RunFiles:
 def read_run(folder: Path) -> RunFiles:
     """Reads a run's folder. Raises: UserError for a damaged record."""
     places = stage_places(folder)
-    stages = [read_stage_files(place, name) for name, place in places.items()]
+    stages = {name: read_stage_files(place) for name, place in places.items()}
     shown = [name for name in PIPELINE if not STAGES[name].gold_data]  # even if they were not started
     return RunFiles(
         visible(folder.resolve().name, 100),
-        {stage.name: stage for stage in stages if stage.status != "not started" or stage.name in shown},
+        {name: stage for name, stage in stages.items() if stage.status != "not started" or name in shown},
         read_record(folder / "evaluate" / "results.json", "results") or {},
         list(read_jsonl(folder / "evaluate" / "samples.jsonl")),
         read_json(places["reward"] / "audit.json"),
@@ -112,16 +111,15 @@ def stage_places(run: Path) -> dict[str, Path]:
     return places
 
 
-def read_stage_files(folder: Path, name: str) -> StageFiles:
+def read_stage_files(folder: Path) -> StageFiles:
     """Reads a stage's folder, or if it has no record its replacement; a missing one was not started. Raises: UserError if it is damaged."""
     if not (folder / "stage.json").is_file():
         folder = under_way(folder)
     if not folder.is_dir():
-        return StageFiles(name, "not started")
+        return StageFiles("not started")
     record = read_record(folder / "stage.json", "stage") or {}
     config = folder / "config.yaml"
     return StageFiles(
-        name,
         "complete" if record.get("status") == "complete" else "unfinished",
         record,
         read_points(read_jsonl(folder / "metrics.jsonl")),
