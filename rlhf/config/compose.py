@@ -255,10 +255,9 @@ def _compose(overrides: Sequence[str], command: str, *read: object) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     name = command if command in SCHEMAS else "config"  # of the file under conf/
-    bare, place = register_schema(name), ConfigStore.instance().repo["hydra"]
-    # of a caller that is a Hydra application
-    running, usual = GlobalHydra.instance().hydra, place["config.yaml"]
-    GlobalHydra.instance().hydra, place["config.yaml"] = None, bare
+    store = ConfigStore.instance()
+    running, usual = GlobalHydra.instance().hydra, store.repo  # of a caller that is a Hydra application
+    GlobalHydra.instance().hydra, store.repo = None, {**usual, **stored(name)}
     try:
         with initialize_config_dir(str(conf_dir().resolve()), version_base="1.3"):
             composed = compose(name, overrides=list(overrides))
@@ -268,20 +267,24 @@ def _compose(overrides: Sequence[str], command: str, *read: object) -> Any:
     except RecursionError:
         raise UserError("the YAML files named here include each other in their `defaults`: take one out") from None
     finally:
-        GlobalHydra.instance().hydra, place["config.yaml"] = running, usual
+        GlobalHydra.instance().hydra, store.repo = running, usual
 
 
 @functools.cache
-def register_schema(name: str) -> Any:
-    """Give Hydra the schema of a primary configuration. Returns Hydra's own configuration without its groups (launcher, sweeper, …),
-    which no command uses and which would double the time to compose.
+def stored(name: str) -> dict[str, Any]:
+    """What Hydra finds in its store: the schema of a primary configuration, and its own configuration without its groups (launcher,
+    sweeper, …), which no command uses. It copies all of its store several times for each composition.
     """
     from hydra.conf import HydraConf
-    from hydra.core.config_store import ConfigNode, ConfigStore
+    from hydra.core.config_store import ConfigNode
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name=f"{name}_schema" if name in SCHEMAS else "schema", node=schema_of(name))
-    return ConfigNode("config.yaml", OmegaConf.structured(HydraConf(defaults=[])), None, "hydra", "rlhf")
+    file = f"{name}_schema.yaml" if name in SCHEMAS else "schema.yaml"
+    schema, own = OmegaConf.structured(schema_of(name)), OmegaConf.structured(HydraConf(defaults=[]))
+    return {
+        file: ConfigNode(file, schema, None, None, "rlhf"),
+        "hydra": {"config.yaml": ConfigNode("config.yaml", own, None, "hydra", "rlhf")},
+    }
 
 
 def to_settings(composed: Any) -> Any:
