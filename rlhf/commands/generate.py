@@ -21,7 +21,9 @@ from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write `generate.out`, until it is whole as `<out>.part`. Raises: UserError if it exists, the model is missing or no prompt fits."""
+    """Write the responses to a file beside `generate.out`, which takes its place when all are there. Raises: UserError if it exists, the
+    model is missing or no prompt fits.
+    """
     settings = config.generate
     out = Path(settings.out) if settings.out else run_folder(config) / "generate" / f"{settings.stage}.jsonl"
     refuse_inside_stage(out, "generate.out")

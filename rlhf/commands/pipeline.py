@@ -77,7 +77,7 @@ def fit_to_data(config: Config) -> list[str]:
     if adopts and config.sft.epochs and sources.data_source(config, "demonstrations") is None:
         config.sft.epochs, fitted = 0, ["++sft.epochs=0"]  # `++`: no run remembers it, since data may come later
         say("pipeline: no data.demonstrations: the pretrained model is taken as the SFT model")
-    learns = None in folders.reward_sources(config)[0] and "reward" in stages_to_run(config)
+    learns = folders.scores_by_own(config) and "reward" in stages_to_run(config)
     if config.stages is None and learns and not fitted and sources.data_source(config, "comparisons") is None:
         config.stages = ["sft"]
         say("pipeline: no data.comparisons, and no ppo.rewards: reward model, PPO and evaluation are left out")

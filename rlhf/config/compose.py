@@ -272,8 +272,8 @@ def _compose(overrides: Sequence[str], command: str, *read: object) -> Any:
 
 @functools.cache
 def stored(name: str) -> dict[str, Any]:
-    """What Hydra finds in its store: the schema of a primary configuration, and its own configuration without its groups (launcher,
-    sweeper, …), which no command uses. It copies all of its store several times for each composition.
+    """The entries of Hydra's store that a command needs: the schema of its configuration, and Hydra's own configuration without its
+    groups (launcher, sweeper, …). Hydra copies the whole store several times for each composition.
     """
     from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigNode

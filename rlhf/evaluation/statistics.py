@@ -237,4 +237,4 @@ def distinct(rows: Sequence[Sequence[tuple[str, ...]]]) -> Figures:
     alone = [sum(rows_with[gram] == 1 for gram in set(row)) for row in rows]  # n-grams that only this row has
     left = [(kinds - only) / max(1, total - len(row)) for row, only in zip(rows, alone, strict=True)]
     half = 1.96 * math.sqrt((n - 1) * pvariance(left)) if n >= LEAST_ITEMS else None
-    return within_bounds(figure(kinds / total, half or None, n))  # of rows that all add the same it says nothing
+    return within_bounds(figure(kinds / total, half or None, n))  # without spread no interval

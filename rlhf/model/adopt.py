@@ -133,8 +133,8 @@ def load_weights(checkpoint: Checkpoint) -> Any:
     safe = checkpoint.weight_files()[0].suffix == ".safetensors"
     how: Any = {**(checkpoint.gguf or {"use_safetensors": safe}), "weights_only": True, "dtype": torch.float32}
     source = str(checkpoint.folder)
-    read = read_config(source, f"{source}: no readable configuration", RESTORE, **checkpoint.gguf)
-    model: Any = load_whole(AutoModelForCausalLM, source, read, **how)
+    config = read_config(source, f"{source}: no readable configuration", RESTORE, **checkpoint.gguf)
+    model: Any = load_whole(AutoModelForCausalLM, source, config, **how)
     if checkpoint.gguf:  # a model that is marked as quantised cannot be saved
         config = copy.deepcopy(model.config)
         del config.quantization_config

@@ -124,10 +124,15 @@ def needs_parent(config: Config, stage: str, parent: str) -> bool:
     if stage == "evaluate" and parent == "ppo":
         return False
     if parent == "reward" and stage in SCORED_STAGES:
-        return None in reward_sources(config)[0] and (stage != "evaluate" or needs_parent(config, stage, "ppo"))
+        return scores_by_own(config) and (stage != "evaluate" or needs_parent(config, stage, "ppo"))
     if parent == "judge":
         return config.judge.model is not None or config.parents.judge is not None
     return is_needed(config, parent)
+
+
+def scores_by_own(config: Config) -> bool:
+    """Whether the run's own reward model is a reward source."""
+    return None in reward_sources(config)[0]
 
 
 def reward_sources(config: Config) -> tuple[list[str | None], list[float]]:

@@ -92,7 +92,7 @@ def run_stage(config: Config) -> None:
         models = {name: folder / "model" for name, folder in places.items()}
         answers = policies.answer_all(config, models, asked, device)
         compared = {name: given for name, given in answers.items() if not name.startswith("base")}
-        scored = reward_model is not None or None not in folders.reward_sources(config)[0]  # else nothing gives a score
+        scored = reward_model is not None or not folders.scores_by_own(config)  # else nothing gives a score
         by = (config, compared, asked, reward_model, device)
         scores, rewards = policies.score_answers(*by) if scored else (ByPolicy(), ByPolicy())
 

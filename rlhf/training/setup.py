@@ -80,6 +80,18 @@ def choose_device(config: Config) -> torch.device:
     return torch.device(device)
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors in a module's output: a tensor, or tuples, lists and dicts of them."""
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    recursively_apply(keep, output)
+    return found
+
+
 def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
     """Raises: UserError if a gradient of a forward's summed outputs, without dropout, differs from the CPU's by more than MOST_GAP.
     MPS gave wrong gradients without an error (pytorch#177116, pytorch#153957).
@@ -88,10 +100,9 @@ def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
     twin = copy.deepcopy(module.eval()).cpu()
     given, found = (arguments, keywords), []
     for one, (args, kwargs) in ((module, given), (twin, send_to_device(given, "cpu"))):
-        sums = list[Tensor]()  # of the outputs
-        recursively_apply(lambda x, into: into.append(x.sum()) or x, one(*args, **kwargs), sums)
+        outputs = [x for x in tensors_of(one(*args, **kwargs)) if x.requires_grad]
         trained = {name: p for name, p in one.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad([x for x in sums if x.requires_grad], [*trained.values()], allow_unused=True)
+        gradients = torch.autograd.grad([x.sum() for x in outputs], [*trained.values()], allow_unused=True)
         found.append({n: g.float().cpu() for n, g in zip(trained, gradients, strict=True) if g is not None})
     module.train(training)
     here, wanted = found

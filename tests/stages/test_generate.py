@@ -94,6 +94,8 @@ def test_what_is_refused_and_nothing_is_lost(gold_run, prompts, tmp_path, monkey
     assert prompts.read_bytes() == before and not out.exists()
     generated(gold_run, prompts, out, "generate.greedy=true")
     first = out.read_bytes()
+    with pytest.raises(UserError, match="exists"):
+        generated(gold_run, prompts, out)
     generated(gold_run, prompts, out, "overwrite=true")
     assert (second := out.read_bytes()) != first and [path.name for path in tmp_path.iterdir()] == [out.name]
     monkeypatch.setattr(generate.Progress, "update", interrupt)  # after the first row
