@@ -13,15 +13,16 @@ from huggingface_hub import constants
 
 import rlhf
 from rlhf.cli import main
-from rlhf.commands.launch import run_processes
 from rlhf.errors import UserError
 from rlhf.model import GPTForCausalLM
 from rlhf.model.adopt import adopt
 from rlhf.model.checkpoint import read_checkpoint
+from rlhf.stages import reward
 from rlhf.training.setup import load_policy
 from tests.model.chats import make_tokenizer
 from tests.model.checkpoints import CHECKPOINTS, GROUPED, WIDE
-from tests.stages.conftest import Run
+from tests.stages.conftest import Run, run_ranks
+from tests.stages.sharding_ranks import draw_head_alike
 
 LONG = {"vocab_size": 410, "max_position_embeddings": 96}
 KINDS_OF_LAYER = ["sliding_attention", "full_attention"]
@@ -172,17 +173,20 @@ def test_every_command_takes_an_adopted_model(tmp_path, labels, capsys, name, mo
     assert scores == pytest.approx([logit + judge.config.score_offset for logit in logits], abs=1e-4)
 
 
-@pytest.mark.long  # each stage starts two processes, which import DeepSpeed
+@pytest.mark.long  # two processes import DeepSpeed
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("zero", ["zero2", "zero3"])
 @pytest.mark.parametrize(("name", "native"), [("gpt2", "auto"), ("llama", "auto"), ("llama", "false")])
-def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, name, native, zero):
+def test_two_processes_under_zero_compute_what_one_does(tmp_path, labels, monkeypatch, name, native, zero):
     save(tmp_path / "hf", name)
+    monkeypatch.setattr(reward, "make_model", draw_head_alike)
     alone = align(tmp_path, labels, f"model.native={native}", "sft.dropout=0")
     pair = alone.copy(tmp_path, "sft", zero)
-    words = pair.words(f"deepspeed={zero}", "sharding.persistence_threshold=200")
+    words = " ".join(pair.words(f"deepspeed={zero}", "sharding.persistence_threshold=200"))
+    run_ranks(
+        "sharding_ranks", 2, f"{tmp_path}/held.json", *(f"{stage}:0:{words}" for stage in ("sft", "reward", "ppo"))
+    )
     for stage, metric in {"sft": "sft/loss", "reward": "reward/loss", "ppo": "loss/value_avg"}.items():
-        assert run_processes([stage, "--shared-settings", *words], 2, 1) == 0
         wanted = metrics(alone, stage, metric)
         assert wanted and metrics(pair, stage, metric) == pytest.approx(wanted, abs=1e-3), stage
     assert isinstance(load_policy(pair.folder / "ppo" / "model"), GPTForCausalLM) == (native == "auto")
