@@ -9,7 +9,8 @@ const KEYS = [["1 – 9", "next best"], ["Shift+1 – 9", "tie with the last"], 
 
 export function makeRank(panel, me) {
   const read = draft(me, "instructions"); // a must-read until it was closed once
-  const guide = instructionsOf(me, { open: read.get() !== me.instructions, ontoggle: () => { if (!guide.open) read.set(me.instructions); } });
+  const guide = instructionsOf(me, { open: read.get() !== me.instructions }); // not ontoggle: that comes later, and a reload may come first
+  guide.querySelector("summary").onclick = () => { if (guide.open) read.set(me.instructions); };
   const keys = el("details", {}, el("summary", {}, "Keys (?)"), el("dl", { class: "keys" },
     ...KEYS.flatMap(([key, does]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, does)])));
   const about = el("span", { class: "name" });
