@@ -127,11 +127,11 @@ def test_an_endpoint_that_nobody_answers_at_or_that_drips_is_given_up(server, tm
         dead = Endpoint(f"http://127.0.0.1:{nobody.getsockname()[1]}", "m", tmp_path / "c")
         with pytest.raises(UserError, match=r"no answer in 5 attempts \(.*failed.*\): check the URL and the network"):
             dead.ask(MESSAGES)
-    monkeypatch.setattr(endpoint, "TIMEOUT", 0.2)
+    monkeypatch.setattr(endpoint, "TIMEOUT", 1.0)
     server.trouble = ["drip", "drip", "A"]
     one = client(server, tmp_path)
     started = time.monotonic()
-    assert one.ask(MESSAGES) == "A" and one.counts["retries"] == 2 and time.monotonic() - started < 3
+    assert one.ask(MESSAGES) == "A" and one.counts["retries"] == 2 and time.monotonic() - started < 6  # of 8
 
 
 def test_a_lasting_failure_is_counted_and_not_cached(server, tmp_path):
