@@ -25,9 +25,11 @@ Prompt = str | Sequence[dict[str, str]]  # a user's message, or a dialogue of {"
 
 
 class LoadedRun:
-    """The models of one run folder. Each is loaded on first use, after its files have been checked against the run's record.
+    """The models of one run folder. Each is loaded on first use, after its files have been checked against the run's
+    record.
 
-    device: auto, cpu or cuda. precision: auto, float32 or bfloat16, as in training. Raises: UserError if no stage is finished there.
+    device: auto, cpu or cuda. precision: auto, float32 or bfloat16, as in training. Raises: UserError if no stage is
+    finished there.
     """
 
     def __init__(self, run: str | Path, device: str = "auto", precision: str = "auto"):
@@ -93,7 +95,8 @@ class LoadedRun:
     ) -> list[str]:
         """One answer per prompt. It depends only on the model, the prompt, its position in the list and the seed.
 
-        max_new_tokens: maximum length of an answer; None: as in the run. Raises: UserError if a prompt does not fit the context.
+        max_new_tokens: maximum length of an answer; None: as in the run. Raises: UserError if a prompt does not fit the
+        context.
         """
         length = self.max_new_tokens(stage) if max_new_tokens is None else max_new_tokens
         _check(seed=("seed", seed), temperature=("chat.temperature", temperature))
@@ -122,8 +125,8 @@ class LoadedRun:
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str], ended: Sequence[bool] = ()) -> list[float]:
         """The reward model's calibrated score of each response to the prompt at the same position.
 
-        ended: whether each has its end token, as all have unless it is given. Raises: UserError if the lengths differ, or a prompt does
-        not fit the context.
+        ended: whether each has its end token, as all have unless it is given. Raises: UserError if the lengths differ,
+        or a prompt does not fit the context.
         """
         dialogues = _dialogues(prompts)
         if isinstance(responses, str) or not all(isinstance(response, str) for response in responses):

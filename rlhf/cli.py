@@ -1,4 +1,5 @@
-"""`rlhf <command> [overrides]`: finds the command, checks the overrides, has Hydra compose its configuration, and runs it.
+"""`rlhf <command> [overrides]`: finds the command, checks the overrides, has Hydra compose its configuration, and runs
+it.
 
 A command's module, and with it torch, is imported only when the command runs, so that help and mistakes are fast.
 """

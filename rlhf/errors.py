@@ -9,7 +9,8 @@ from typing import Any
 class UserError(Exception):
     """A mistake that the user can correct.
 
-    The message is one line: where it happened, what came, what was wanted, what to do. The command line exits with code 2.
+    The message is one line: where it happened, what came, what was wanted, what to do. The command line exits with code
+    2.
     """
 
 

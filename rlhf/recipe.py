@@ -1,4 +1,5 @@
-"""The recipe as a table: one row per stage, from which whatever depends on the stages is derived. Imports nothing of the project.
+"""The recipe as a table: one row per stage, from which whatever depends on the stages is derived. Imports nothing of
+the project.
 
 To add a stage, add a row here and one file under rlhf/stages/ (docs/new_stage.md has a worked example).
 """

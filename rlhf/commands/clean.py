@@ -1,6 +1,8 @@
-"""`rlhf clean run=x`: lists the files of a run that nothing reads any more, with their sizes, and deletes them with `yes=true`.
+"""`rlhf clean run=x`: lists the files of a run that nothing reads any more, with their sizes, and deletes them with
+`yes=true`.
 
-Kept are the files that a stage's record lists, what an unfinished stage resumes from, and the report's curves and samples.
+Kept are the files that a stage's record lists, what an unfinished stage resumes from, and the report's curves and
+samples.
 """
 
 import contextlib

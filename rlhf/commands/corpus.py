@@ -99,8 +99,10 @@ def apply_page_rules(text: str, bad_word: re.Pattern, min_words: int, min_senten
     """The lines of a page that C4's rules keep, and why the page goes, or None.
 
     A line is kept if it ends in a terminal punctuation mark, has at least `min_words` words and does not contain
-    "javascript". A page goes with a bad word, "lorem ipsum" or a curly bracket, or with fewer than `min_sentences` sentences left.
-    Source: Raffel et al. 2020, section 2.2. Differs: the language is not detected, and repeated spans of three sentences stay.
+    "javascript". A page goes with a bad word, "lorem ipsum" or a curly bracket, or with fewer than `min_sentences`
+    sentences left.
+    Source: Raffel et al. 2020, section 2.2. Differs: the language is not detected, and repeated spans of three
+    sentences stay.
     """
     lower = text.lower()
     if "lorem ipsum" in lower:
@@ -115,7 +117,8 @@ def apply_page_rules(text: str, bad_word: re.Pattern, min_words: int, min_senten
 
 
 class Duplicates:
-    """Exact duplicates, without case and space, and those whose sets of 5-word shingles have a Jaccard index of about `near` or more.
+    """Exact duplicates, without case and space, and those whose sets of 5-word shingles have a Jaccard index of about
+    `near` or more.
 
     Source: Lee et al. 2022, section 4.2 (MinHash); Brown et al. 2020, appendix A (fuzzy deduplication).
     """

@@ -1,6 +1,7 @@
 """`rlhf generate`: a stage's model answers a file of prompts; one JSON line per prompt, for judges and labelers.
 
-A line contains the prompt, the lists `responses` and `ended`, `logprobs` and `token_ids` on request, and what the responses depend on.
+A line contains the prompt, the lists `responses` and `ended`, `logprobs` and `token_ids` on request, and what the
+responses depend on.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ from rlhf.system.terminal import say
 
 
 def run(config: Config) -> None:
-    """Write the responses to a file beside `generate.out`, which takes its place when all are there. Raises: UserError if it exists, the
-    model is missing or no prompt fits.
+    """Write the responses to a file beside `generate.out`, which takes its place when all are there. Raises: UserError
+    if it exists, the model is missing or no prompt fits.
     """
     settings = config.generate
     out = Path(settings.out) if settings.out else run_folder(config) / "generate" / f"{settings.stage}.jsonl"
@@ -61,8 +62,10 @@ def is_ours(path: Path) -> bool:
 def answer_prompts(
     config: Config, command: str, folder: Path, records: list[PromptRecord], count: int, key: tuple[str, ...] = ()
 ) -> Iterator[tuple[PromptRecord, bool, list[Any], dict[str, Any]]]:
-    """Each prompt that fits a policy's context, whether it was cut, `count` answers by the command's settings, and how they were drawn.
-    key: makes policies independent. `rlhf sample` leaves out prompts that were cut, which the model would see only in part.
+    """Each prompt that fits a policy's context, whether it was cut, `count` answers by the command's settings, and how
+    they were drawn.
+    key: makes policies independent. `rlhf sample` leaves out prompts that were cut, which the model would see only in
+    part.
     """
     from rlhf.data.chat_template import end_ids
     from rlhf.data.encoding import fitting_prompts

@@ -1,6 +1,7 @@
 """Starts a stage as several processes on this machine, one per device, and stops them together.
 
-They find each other by torchrun's environment variables (RANK, WORLD_SIZE, …). For several machines use torchrun (docs/scale.md).
+They find each other by torchrun's environment variables (RANK, WORLD_SIZE, …). For several machines use torchrun
+(docs/scale.md).
 """
 
 import contextlib
@@ -37,7 +38,8 @@ def import_once(modules: Sequence[str]) -> None:
 def run_processes(arguments: Sequence[str], processes: int = 1, threads: int = 0, module: str = "rlhf") -> int:
     """Run `python -m rlhf <arguments>` as several processes; returns 0, or the exit code of the first one that failed.
 
-    Then the others are killed, since they would wait for it. All end with this process. threads: per process; 0 divides the cores.
+    Then the others are killed, since they would wait for it. All end with this process. threads: per process; 0 divides
+    the cores.
     """
     sys.stdout.flush()
     _start_server()

@@ -1,4 +1,5 @@
-"""`rlhf pipeline`: all stages in order, each in its own processes. Complete stages are skipped, interrupted ones resumed.
+"""`rlhf pipeline`: all stages in order, each in its own processes. Complete stages are skipped, interrupted ones
+resumed.
 
 Imports no torch, so a complete run is recognised in a second.
 """

@@ -1,9 +1,11 @@
-"""The commands from Python: `rlhf.Run`, with the settings of the command line, data as Python objects and functions as they are.
+"""The commands from Python: `rlhf.Run`, with the settings of the command line, data as Python objects and functions as
+they are.
 
     run = rlhf.Run("tuned", model="HuggingFaceTB/SmolLM2-135M-Instruct", demonstrations=rows, comparisons=rows)
     run.sft(epochs=2).reward().ppo(rewards=[my_function], kl_coef=0.05)
 
-Stages run in this process, one after the other. They resume, are recorded and are refused exactly as on the command line.
+Stages run in this process, one after the other. They resume, are recorded and are refused exactly as on the command
+line.
 """
 
 import contextlib
@@ -37,9 +39,9 @@ KINDS = ("corpus", "demonstrations", "comparisons", "prompts")
 class Run:
     """A run under `runs_dir`, new or existing; an existing one keeps the settings that it was given before.
 
-    model: a hub id, a folder or a .gguf file; None: a GPT of our own. Data: as in data.<kind> (a file, a folder, a hub id, or a list of
-    these), or rows: a list of dicts, a data set, a DataFrame. experiment: a preset of conf/experiment. settings: of every stage, by
-    their full names with `_` in place of the dot (`kl_coef`), or as `**{"kl.coef": 0.05}`.
+    model: a hub id, a folder or a .gguf file; None: a GPT of our own. Data: as in data.<kind> (a file, a folder, a hub
+    id, or a list of these), or rows: a list of dicts, a data set, a DataFrame. experiment: a preset of conf/experiment.
+    settings: of every stage, by their full names with `_` in place of the dot (`kl_coef`), or as `**{"kl.coef": 0.05}`.
 
     Raises: UserError for an unknown setting or a wrong value, as the command line does.
     """
@@ -93,8 +95,8 @@ class Run:
     def stage(self, name: str, overwrite: bool = False, **settings: Any) -> "Run":
         """Run a stage, and before it those that it needs and that are missing; returns the run.
 
-        settings: the stage's own by their short names (`epochs`), others as in `Run`; later stages keep them. A complete stage with the
-        same settings is skipped. overwrite: redo it if its settings differ.
+        settings: the stage's own by their short names (`epochs`), others as in `Run`; later stages keep them. A
+        complete stage with the same settings is skipped. overwrite: redo it if its settings differ.
         """
         if name not in STAGES:
             raise UserError(f"stage {name!r}{nearest(name, list(STAGES))}: want one of {', '.join(STAGES)}")

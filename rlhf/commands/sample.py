@@ -79,8 +79,9 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def choose_prompts(config: Config) -> tuple[list[PromptRecord], int]:
-    """Up to `sample.prompts` prompts of the split in the order of sample.choose (more if reward models choose among them), and how many
-    were skipped, since the run's comparisons rank responses to them; to judge policies (sample.stages) those will do.
+    """Up to `sample.prompts` prompts of the split in the order of sample.choose (more if reward models choose among
+    them), and how many were skipped, since the run's comparisons rank responses to them; to judge policies
+    (sample.stages) those will do.
     """
     records, split = read_prompts(config), config.sample.split
     if config.sample.turn == "random":
@@ -117,8 +118,8 @@ def find_policy(config: Config, name: str) -> tuple[str, Path]:
 def draw_tasks(
     config: Config, policies: list[tuple[str, Path]], prompts: list[PromptRecord]
 ) -> tuple[list[Ranking], int, int]:
-    """Tasks of K distinct responses (at least 2) of one policy, or of one response of each of several; the number of prompts with
-    fewer, and the number that do not fit the context.
+    """Tasks of K distinct responses (at least 2) of one policy, or of one response of each of several; the number of
+    prompts with fewer, and the number that do not fit the context.
     """
     alone, drawn = len(policies) == 1, []
     count = config.sample.responses + SPARE if alone else 1
@@ -154,8 +155,8 @@ def draw_tasks(
 
 
 def label_studio_tasks(task: Ranking, interface: str, seed: int) -> Iterator[dict[str, Any]]:
-    """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one per pair (pairwise), whose sides are drawn by
-    (seed, id); with data that labelers do not see, from which the export restores the records.
+    """The Label Studio tasks of one ranking: one with a list to sort (ranker), or one per pair (pairwise), whose sides
+    are drawn by (seed, id); with data that labelers do not see, from which the export restores the records.
     """
 
     def data(shown: dict[str, Any], responses: Sequence[RankedResponse]) -> dict[str, Any]:

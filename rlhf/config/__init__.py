@@ -1,6 +1,7 @@
 """The schema of every setting: its type, default (the papers' value), unit, meaning, range, and what it changes.
 
-All of this is stated once, on the field (setting.py); YAML under conf/ holds differences. This package imports nothing heavy.
+All of this is stated once, on the field (setting.py); YAML under conf/ holds differences. This package imports nothing
+heavy.
 """
 
 from dataclasses import dataclass, make_dataclass

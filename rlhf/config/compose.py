@@ -115,8 +115,8 @@ def check_yaml(folder: Path) -> None:
 
 
 def quoted(word: str) -> str:
-    """An override in Hydra's quotes if Hydra cannot read it as it is, such as `path=größe (1).csv` or `data.prompts=[a (1).csv,b.csv]`;
-    of a column, a verdict's word or free text with any signs, as `columns.prompt=Frage, Teil 1`.
+    """An override in Hydra's quotes if Hydra cannot read it as it is, such as `path=größe (1).csv` or
+    `data.prompts=[a (1).csv,b.csv]`; of a column, a verdict's word or free text with any signs, as `columns.prompt=Frage, Teil 1`.
     """
     key, _, value = word.partition("=")
     group, _, name = key.partition(".")
@@ -217,8 +217,8 @@ def check_used(overrides: list[str], command: str) -> None:
 
 
 def check_jobs(overrides: list[str], sweep: bool, command: str) -> list[tuple[Any, list[str]]]:
-    """The checked configuration and the overrides of each job of a sweep, or of the one job. Raises: UserError, also if two jobs
-    would write one run.
+    """The checked configuration and the overrides of each job of a sweep, or of the one job. Raises: UserError, also if
+    two jobs would write one run.
     """
     values = [[text] for text in overrides]
     for i, one in enumerate(map(parse, overrides) if sweep else ()):
@@ -272,8 +272,8 @@ def _compose(overrides: Sequence[str], command: str, *read: object) -> Any:
 
 @functools.cache
 def stored(name: str) -> dict[str, Any]:
-    """The entries of Hydra's store that a command needs: the schema of its configuration, and Hydra's own configuration without its
-    groups (launcher, sweeper, …). Hydra copies the whole store several times for each composition.
+    """The entries of Hydra's store that a command needs: the schema of its configuration, and Hydra's own configuration
+    without its groups (launcher, sweeper, …). Hydra copies the whole store several times for each composition.
     """
     from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigNode

@@ -1,8 +1,8 @@
 """Two loops of sampling in C (`kernels.c`), compiled at first use by the machine's own compiler.
 
 They replace some dozens of small operations of torch per step, which take more time than the arithmetic. The library is
-kept in the user's cache folder, one for each version of the source and each processor. Without a compiler, on other devices and
-in other precisions torch does the same, more slowly.
+kept in the user's cache folder, one for each version of the source and each processor. Without a compiler, on other
+devices and in other precisions torch does the same, more slowly.
 """
 
 import ctypes
@@ -86,8 +86,9 @@ def can_attend(cache: Tensor) -> bool:
 def attend(qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], lengths: Tensor) -> Tensor:
     """Attention of one new token per row to a cache, (N, H * W): softmax(q K^T / sqrt(W)) V.
 
-    qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first, to column
-    lengths[n] of row n, up to which the token attends. cache: keys and values (N, KV, C, W) in float32. lengths: (N,) int64.
+    qkv: queries (N, H, W), keys and values (N, KV, W) of the tokens; the last two are written to the cache first, to
+    column lengths[n] of row n, up to which the token attends. cache: keys and values (N, KV, C, W) in float32. lengths:
+    (N,) int64.
     """
     q, k, v = (t if t.stride()[1:] == (t.shape[2], 1) else t.contiguous() for t in map(Tensor.float, qkv))
     keys, values = cache
@@ -106,7 +107,8 @@ def can_invert(logits: Tensor) -> bool:
 
 
 def invert(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The first tokens (B,) at which the cumulative sum of softmax(logits / temperature) exceeds `uniforms`, and their log-probs (B,).
+    """The first tokens (B,) at which the cumulative sum of softmax(logits / temperature) exceeds `uniforms`, and their
+    log-probs (B,).
 
     logits: (B, V) float32. uniforms: (B,) float32 in [0, 1).
     """

@@ -1,11 +1,11 @@
 """What a process takes of its machine: threads and freed memory.
 
-A step waits for its slowest thread, so fewer are used while other processes use the cores. With `threads=0` on Linux a loop
-measures, every second, the processor time of this process and the idle time of its cores, and uses that many whole cores as
-threads for the next steps.
+A step waits for its slowest thread, so fewer are used while other processes use the cores. With `threads=0` on Linux a
+loop measures, every second, the processor time of this process and the idle time of its cores, and uses that many whole
+cores as threads for the next steps.
 
-Freed memory stays in the process, because every training step allocates the same sizes again: by default glibc returns large
-blocks to the system at once and gets them again as pages that the kernel must clear first.
+Freed memory stays in the process, because every training step allocates the same sizes again: by default glibc returns
+large blocks to the system at once and gets them again as pages that the kernel must clear first.
 """
 
 import ctypes
@@ -61,7 +61,8 @@ _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD"
 
 
 def keep_freed_memory(largest: int = 2**30) -> bool:
-    """Keep freed blocks of up to `largest` bytes, by glibc's thresholds, until `return_freed_memory`; returns whether it was done.
+    """Keep freed blocks of up to `largest` bytes, by glibc's thresholds, until `return_freed_memory`; returns whether
+    it was done.
 
     Does nothing with another C library or allocator, or if the environment sets the thresholds.
     """

@@ -1,11 +1,12 @@
-"""Products with a large weight: of many rows on processors where torch's default is slow, of few rows with packed weights.
+"""Products with a large weight: of many rows on processors where torch's default is slow, of few rows with packed
+weights.
 
-torch multiplies float32 on a CPU with MKL, which does not use AVX-512 on AMD's processors; oneDNN, which torch also contains, does,
-and is about twice as fast there. torch has no public name for this product: `onednn_product` is the operator that torch.compile
-emits, and could be removed from torch.
+torch multiplies float32 on a CPU with MKL, which does not use AVX-512 on AMD's processors; oneDNN, which torch also
+contains, does, and is about twice as fast there. torch has no public name for this product: `onednn_product` is the
+operator that torch.compile emits, and could be removed from torch.
 
-A product reorders its weight at each call, which costs much with few rows, unless it is already in oneDNN's blocked layout.
-docs/PERFORMANCE.md has the measurements.
+A product reorders its weight at each call, which costs much with few rows, unless it is already in oneDNN's blocked
+layout. docs/PERFORMANCE.md has the measurements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -123,10 +124,11 @@ def outer(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
 
 @contextmanager
 def packed_weights(weights: Sequence[Tensor], rows: int) -> Iterator[int]:
-    """A context in which products of matrices of few rows with these weights use packed copies; yields the copies' number.
+    """A context in which products of matrices of few rows with these weights use packed copies; yields the copies'
+    number.
 
-    rows: of most products. Only large weights on a CPU are packed, none if that takes more than MOST_BYTES. They must not change
-    meanwhile, and nothing may need gradients.
+    rows: of most products. Only large weights on a CPU are packed, none if that takes more than MOST_BYTES. They must
+    not change meanwhile, and nothing may need gradients.
     """
     kind, multiply = torch.float32, onednn_product()
     if multiply and torch.is_autocast_enabled("cpu"):  # in its precision, if the weights are already cast

@@ -1,9 +1,9 @@
 """How often labelers agree with each other, as a reference for the reward model's accuracy: pairwise agreement, and
 Krippendorff's alpha, which subtracts what chance gives.
 
-An item is a prompt with its set of response texts, whatever their order and ids. The unit of percent agreement and alpha is a pair
-of responses (i, j) of one item, and the categories are "i better", "tie" and "j better". The order of a pair has no meaning, so
-alpha counts every pair in both directions, and no figure depends on the order of the responses.
+An item is a prompt with its set of response texts, whatever their order and ids. The unit of percent agreement and
+alpha is a pair of responses (i, j) of one item, and the categories are "i better", "tie" and "j better". The order of a
+pair has no meaning, so alpha counts every pair in both directions, and no figure depends on the order of the responses.
 """
 
 import math
@@ -40,11 +40,12 @@ def figure(value: float, half: float | None, n: int) -> dict[str, Any]:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], share: bool = False) -> dict[str, Any]:
-    """`figure` of a ratio whose parts come from items, such as prompts: sum of numerators over sum of denominators. share: of parts
-    of a whole.
+    """`figure` of a ratio whose parts come from items, such as prompts: sum of numerators over sum of denominators.
+    share: of parts of a whole.
 
-    The interval is the delta method's with an item as the unit (Cochran 1977, section 6.3); a share's that would reach 0 or 1 is
-    Wilson's, for as many independent cases as give that variance (if it is 0, the items). Fewer than LEAST_ITEMS give none.
+    The interval is the delta method's with an item as the unit (Cochran 1977, section 6.3); a share's that would reach
+    0 or 1 is Wilson's, for as many independent cases as give that variance (if it is 0, the items). Fewer than
+    LEAST_ITEMS give none.
     """
     n, total = len(numerators), sum(denominators)
     ratio = sum(numerators) / total

@@ -1,11 +1,11 @@
 """Chats as tokens, rendered with the tokenizer's own chat template, and the mask of the assistant's tokens.
 
-The assistant's text is found by rendering twice, with and without the turn; the template is only called, never parsed. Text
-in a message that spells a special token stays text: such spellings are marked before rendering, and a marked one is encoded
-as ordinary text.
+The assistant's text is found by rendering twice, with and without the turn; the template is only called, never parsed.
+Text in a message that spells a special token stays text: such spellings are marked before rendering, and a marked one
+is encoded as ordinary text.
 
-Completion (data.form=completion) is a template too: it writes prompt and response one after the other and nothing else, and no
-token ends a response. The stages therefore need no special case.
+Completion (data.form=completion) is a template too: it writes prompt and response one after the other and nothing else,
+and no token ends a response. The stages therefore need no special case.
 """
 
 import re
@@ -144,8 +144,9 @@ def is_completion(tokenizer: Any) -> bool:
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[str | Sequence[Any]]) -> list[list[int]]:
-    """Prompts as the template renders them, generation prompt included. A prompt is a list of messages (with keys or attributes
-    `role` and `content`); a string means one user turn. Raises: UserError if the tokenizer has no template, or it refuses a dialogue.
+    """Prompts as the template renders them, generation prompt included. A prompt is a list of messages (with keys or
+    attributes `role` and `content`); a string means one user turn. Raises: UserError if the tokenizer has no template,
+    or it refuses a dialogue.
     """
     chats, marks = _marked(tokenizer, prompts)
     return _encode_rendered(tokenizer, [_render(tokenizer, c, True)[0] for c in chats], marks)
@@ -159,11 +160,11 @@ def encode_prompt(tokenizer: Any, messages: str | Sequence[Any]) -> list[int]:
 def encode_dialogue(
     tokenizer: Any, messages: Sequence[Any], context: Collection[int] = ()
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a dialogue, and the mask of the assistant's: in each of its turns, everything after the generation prompt
-    up to and including the end token.
+    """The tokens of a dialogue, and the mask of the assistant's: in each of its turns, everything after the generation
+    prompt up to and including the end token.
 
-    context: turns that are left out of the mask. If the template writes no end token after the last turn, the tokenizer's is
-    added. Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
+    context: turns that are left out of the mask. If the template writes no end token after the last turn, the
+    tokenizer's is added. Raises: UserError as `encode_prompts`, or if a turn cannot be found in the rendered text.
     """
     [turns], marks = _marked(tokenizer, [messages])
     for place in context:
@@ -189,8 +190,8 @@ def encode_dialogue(
 
 
 def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[int]:
-    """A dialogue that ends with the assistant, as the template renders it; if the response was cut off (`ended` is false), up
-    to its last word. Raises: UserError as `encode_prompts`.
+    """A dialogue that ends with the assistant, as the template renders it; if the response was cut off (`ended` is
+    false), up to its last word. Raises: UserError as `encode_prompts`.
     """
     [turns], marks = _marked(tokenizer, [messages])
     if ended:
@@ -201,8 +202,9 @@ def encode_scored(tokenizer: Any, messages: Sequence[Any], ended: bool) -> list[
 
 
 def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: _Marks) -> tuple[int, int]:
-    """The positions in the dialogue's text at which a turn of the assistant begins, after the generation prompt, and at which
-    its end token ends. The dialogue is rendered again with the probe in this turn; the text around it is the same.
+    """The positions in the dialogue's text at which a turn of the assistant begins, after the generation prompt, and at
+    which its end token ends. The dialogue is rendered again with the probe in this turn; the text around it is the
+    same.
     """
     probed = [*turns[:index], {**turns[index], "content": marks.probe}, *turns[index + 1 :]]
     before, after = marks.around(_call(tokenizer, probed))
@@ -220,8 +222,9 @@ def _find_turn(tokenizer: Any, turns: list[Turn], index: int, text: str, marks: 
 
 @lru_cache(maxsize=8)
 def _frame(tokenizer: Any, _: str) -> tuple[str, str, str, bool]:
-    """What the template writes around a response: the prompt (empty if a response encodes alone as it does after its prompt), the text
-    before, that after up to and including the end token (empty without one), and whether it strips responses.
+    """What the template writes around a response: the prompt (empty if a response encodes alone as it does after its
+    prompt), the text before, that after up to and including the end token (empty without one), and whether it strips
+    responses.
     """
     marks = _Marks(tokenizer)
     prompt = _call(tokenizer, PROBE, True)
@@ -269,8 +272,8 @@ def decode_response(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def response_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """As `decode_response`, without the white space around what the assistant says; a completion keeps its own, which joins
-    it to the prompt.
+    """As `decode_response`, without the white space around what the assistant says; a completion keeps its own, which
+    joins it to the prompt.
     """
     text = decode_response(tokenizer, ids)
     return text if is_completion(tokenizer) else text.strip()

@@ -33,8 +33,8 @@ _SPLITS = ("train", "heldout")
 
 
 def cut_text(text: str, size: int) -> list[str]:
-    """Cut a text into parts of at most `size` characters. A part ends after the last blank line in its second half, else
-    after the last line end there, else after the last space there, else at `size`.
+    """Cut a text into parts of at most `size` characters. A part ends after the last blank line in its second half,
+    else after the last line end there, else after the last space there, else at `size`.
     """
     parts = []
     begin = 0
@@ -160,8 +160,8 @@ def pack_corpus(
     """Tokenise documents into `out`/train.bin and heldout.bin, joined by `<|endoftext|>`, with a meta.json.
 
     The hash of a document's text decides its split, so that equal ones share it, see `held_out_pieces`; documents above
-    16k characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(tokens)` is called
-    after each batch. Raises: UserError if there is no text, or too little to divide.
+    16k characters are divided first. meta.json is written last, so that a killed run leaves none. `progress(tokens)` is
+    called after each batch. Raises: UserError if there is no text, or too little to divide.
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -303,8 +303,8 @@ class Blocks(torch.utils.data.Dataset):
 
 
 def make_collator(separator: int, isolate: bool):
-    """Stack blocks; with `isolate`, add the position of each token (B, T) within its document, which ends with a separator, so that
-    attention keeps documents apart.
+    """Stack blocks; with `isolate`, add the position of each token (B, T) within its document, which ends with a
+    separator, so that attention keeps documents apart.
     """
 
     def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -334,9 +334,9 @@ def draw_order(weights: Sequence[float], count: int) -> Iterator[int]:
 def mix_corpora(parts: Sequence[tuple[str, float, PackedCorpus]], block: int, tokens: int, out: Path) -> PackedCorpus:
     """Write `out`: `tokens` tokens of training text in blocks of `block`, each block of one source; all held-out text.
 
-    parts: names, weights, and texts that were packed alone, which are removed. The blocks of a source come in its own order, and
-    again from its beginning when they are used up. meta.json lists the `sources`, each as {"name", "share", "tokens", "drawn",
-    "epochs"}. Raises: UserError if a source has less than one block.
+    parts: names, weights, and texts that were packed alone, which are removed. The blocks of a source come in its own
+    order, and again from its beginning when they are used up. meta.json lists the `sources`, each as {"name", "share",
+    "tokens", "drawn", "epochs"}. Raises: UserError if a source has less than one block.
     """
     names, weights, corpora = zip(*parts, strict=True)
     served = [corpus.blocks("train", block) for corpus in corpora]

@@ -24,8 +24,8 @@ def row_limit(config: Config, tokenizer: Any) -> int:
 
 
 def drop_oldest(turns: list[Message]) -> int:
-    """Remove the oldest turn and the turns up to the next turn of the user; a system turn and the last turn stay. Returns the
-    number of removed turns.
+    """Remove the oldest turn and the turns up to the next turn of the user; a system turn and the last turn stay.
+    Returns the number of removed turns.
     """
     first = 1 if turns[0].role == "system" and len(turns) > 1 else 0
     users = (i for i in range(first + 1, len(turns)) if turns[i].role == "user")
@@ -84,8 +84,8 @@ def encode_demonstrations(
     author did not end it there. A prompt that leaves a response less than a quarter of the context (all of a shorter
     response) is cut from the left, see `encode_prompt_within`; if that is not enough, the demonstration is skipped.
 
-    turns: "all" also learns the assistant's earlier turns, see `encode_dialogue_rows`. counts: increased: kept, truncated_responses,
-    cut_prompts, skipped; with turns="all" earlier_turns and further_rows.
+    turns: "all" also learns the assistant's earlier turns, see `encode_dialogue_rows`. counts: increased: kept,
+    truncated_responses, cut_prompts, skipped; with turns="all" earlier_turns and further_rows.
     """
     least, counts = context_length // 4, Counter() if counts is None else counts
     prompts = encode_prompts(tokenizer, [record.prompt for record in records])
@@ -122,8 +122,8 @@ def encode_dialogue_rows(record: Demonstration, tokenizer: Any, context_length: 
     """The rows of a dialogue with earlier turns of the assistant: each also has `earlier`, with 1 for each token of the
     prompt that is learned. Empty if no earlier turn is to be learned, or if one turn alone is too long for the context.
 
-    If the dialogue does not fit, its oldest turns are learned in further rows, each turn once; a response may still reach
-    past the context. least: tokens that a prompt leaves a response.
+    If the dialogue does not fit, its oldest turns are learned in further rows, each turn once; a response may still
+    reach past the context. least: tokens that a prompt leaves a response.
     """
     if not any(map(_is_learned, record.prompt)):
         return []
@@ -190,8 +190,8 @@ class Item:
         return [pair for judgement in self.judgements for pair in judgement.pairs]
 
     def weights(self) -> "Tensor":
-        """(K, K) float32: the labelers who found i better than j, each by weight, which `ranking_loss` normalises; 0 without a judgement.
-        If two labelers disagree, both directions have weight.
+        """(K, K) float32: the labelers who found i better than j, each by weight, which `ranking_loss` normalises; 0
+        without a judgement. If two labelers disagree, both directions have weight.
         """
         import torch
 

@@ -1,8 +1,8 @@
 """The import loop: rows of all files -> checked records -> cleaning -> splits -> files, with every row accounted for.
 
-Only facts and hashes of the records stay in memory, and until the end of a file its judgements that are joined. The records are
-written at once, without a split, and divided after the last one, since all prompts of a user get one split. Folders and
-messages are in `commands/import_data.py`.
+Only facts and hashes of the records stay in memory, and until the end of a file its judgements that are joined. The
+records are written at once, without a split, and divided after the last one, since all prompts of a user get one split.
+Folders and messages are in `commands/import_data.py`.
 """
 
 import base64
@@ -128,7 +128,8 @@ class Importer:
         self.files.append(entry)
 
     def _check(self, record: Record, format: str | None) -> tuple[Record, str]:
-        """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`, unless the row has one.
+        """A record and its line. An unknown split of a foreign file becomes `metadata.source_split`, unless the row has
+        one.
         Raises: BadRow for such a split in our own format, and if the metadata is not JSON.
         """
         given = given_split(record)
@@ -226,8 +227,8 @@ class Importer:
 
 
 def _look_ahead(source: Source) -> tuple[set[_Name], list[Ranking]]:
-    """What of a native file must be known before its first line: the records that later lines replace, and the checks of labelers that
-    count.
+    """What of a native file must be known before its first line: the records that later lines replace, and the checks
+    of labelers that count.
     """
     if source.path is None or not has_suffix(source.path, ROW_SUFFIXES):
         return set(), []

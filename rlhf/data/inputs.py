@@ -1,5 +1,5 @@
-"""Sources of rows: resolves a setting such as `path` or `data.comparisons` to files, finished imports and data sets of the
-hub, and opens files. `rows.py` reads their rows, `reading.py` makes records from rows.
+"""Sources of rows: resolves a setting such as `path` or `data.comparisons` to files, finished imports and data sets of
+the hub, and opens files. `rows.py` reads their rows, `reading.py` makes records from rows.
 """
 
 import io

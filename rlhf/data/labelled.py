@@ -128,9 +128,9 @@ def divide(examples: list[Example], held_out: float, seed: int) -> tuple[list[Ex
 def find_marks(tokenizer: Any) -> tuple[tuple[int, int, int], list[str]]:
     """The ids of the start, delimiter and extract tokens, and those that were added because the vocabulary lacks them.
 
-    The start token is the separator between documents in pretraining. Of our own special tokens the end of a turn is the delimiter,
-    and the assistant's role, after which an answer follows, is the extract token; after pretraining on plain text both embeddings
-    are still random.
+    The start token is the separator between documents in pretraining. Of our own special tokens the end of a turn is
+    the delimiter, and the assistant's role, after which an answer follows, is the extract token; after pretraining on
+    plain text both embeddings are still random.
     """
     vocabulary, names = tokenizer.get_vocab(), (END, ROLES["assistant"])
     names = names if vocabulary.keys() >= {*names} else MADE

@@ -1,7 +1,7 @@
 """Files as records: the rows of a source, the format of a file, and one validated record after another.
 
-A row is an object under its keys or its header's names. A bad line of a line-based file is a reject, and reading goes on;
-a damaged array or table ends with a UserError that names the place.
+A row is an object under its keys or its header's names. A bad line of a line-based file is a reject, and reading goes
+on; a damaged array or table ends with a UserError that names the place.
 """
 
 import inspect
@@ -195,8 +195,9 @@ def read(source: Source, choose: Choose) -> Iterator[Row]:
 
 
 def convert_row(row: Row, chosen: Format, stem: str) -> Row:
-    """The row with its validated records, or as a reject. A record without an id gets the row's, else `<file>:<number>`; of several with
-    `.<i>`. An id of the row that is a number means nothing outside its file, so it stays in the metadata.
+    """The row with its validated records, or as a reject. A record without an id gets the row's, else
+    `<file>:<number>`; of several with `.<i>`. An id of the row that is a number means nothing outside its file, so it
+    stays in the metadata.
     """
     if row.problem:
         return row

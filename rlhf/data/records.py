@@ -235,8 +235,8 @@ def replaced_by(records: Iterable[Record]) -> set[tuple[str, str | None]]:
 
 
 def check_of(record: Record) -> dict[str, Any] | None:
-    """{"kind", "right", "pairs"} of a ranking that measures its labeler and trains nothing: "gold", of responses with a known order, or
-    "again", of a task that the labeler has ranked before. None for all other records.
+    """{"kind", "right", "pairs"} of a ranking that measures its labeler and trains nothing: "gold", of responses with a
+    known order, or "again", of a task that the labeler has ranked before. None for all other records.
     """
     found = record.metadata.get("labeler_check")
     return found if isinstance(found, dict) and {"kind", "right", "pairs"} <= found.keys() else None

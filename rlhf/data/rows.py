@@ -1,5 +1,5 @@
-"""Rows of a source, by its suffix: JSON and CSV are read here, Parquet by pyarrow, spreadsheets (.xlsx) by calamine, data sets
-of the hub by datasets. An empty line is no row.
+"""Rows of a source, by its suffix: JSON and CSV are read here, Parquet by pyarrow, spreadsheets (.xlsx) by calamine,
+data sets of the hub by datasets. An empty line is no row.
 
 Calamine stores a sheet as one dense block from its first to its last value, so a file of a kilobyte with two cells far
 apart can use all memory. A workbook is therefore measured before it is opened: its unpacked size, and the block of its

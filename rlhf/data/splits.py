@@ -1,5 +1,5 @@
-"""The split of a prompt, so that no prompt is ever in two splits: by hash for one record alone, and for an import, in which
-users and groups stay together, and stated splits and those of earlier imports are kept.
+"""The split of a prompt, so that no prompt is ever in two splits: by hash for one record alone, and for an import, in
+which users and groups stay together, and stated splits and those of earlier imports are kept.
 """
 
 import hashlib
@@ -147,7 +147,8 @@ Assignments = dict[tuple[str, int], str]
 class Assigner:
     """Collects what connects prompts, then decides once all records were seen.
 
-    A prompt's records have one split because it is decided by `key`, the hash of the split key. The first of these decides it:
+    A prompt's records have one split because it is decided by `key`, the hash of the split key. The first of these
+    decides it:
 
         1. what an earlier import gave the prompt
         2. what the first record with the prompt states

@@ -44,10 +44,10 @@ def train_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Learn a byte-level BPE (GPT-2's pre-tokenisation) of `vocab_size` entries, special tokens included.
 
-    The 256 bytes are always in the vocabulary, so every text can be encoded and decoded without loss. A small text may have
-    fewer merges than requested. `context_length` (tokens) becomes `model_max_length`. With `single_digits` no token has more
-    than one digit (Chowdhery et al. 2022, section 2). The time of training is proportional to the text times the longest word,
-    so runs longer than LONGEST_WORD are split.
+    The 256 bytes are always in the vocabulary, so every text can be encoded and decoded without loss. A small text may
+    have fewer merges than requested. `context_length` (tokens) becomes `model_max_length`. With `single_digits` no
+    token has more than one digit (Chowdhery et al. 2022, section 2). The time of training is proportional to the text
+    times the longest word, so runs longer than LONGEST_WORD are split.
 
     Source: Radford et al. 2019, section 2.2.
     """

@@ -1,5 +1,5 @@
-"""What all engines share: how responses are drawn, the interface, choosing a token from logits (random numbers per prompt, top_p,
-inverse transform sampling).
+"""What all engines share: how responses are drawn, the interface, choosing a token from logits (random numbers per
+prompt, top_p, inverse transform sampling).
 
 Tokens depend only on (seed, key, step), the prompt and the model, never on the other prompts of the batch.
 """
@@ -156,11 +156,11 @@ class SamplingEngine:
     def sample(self, prompts: Prompts, keys: Sequence[Key] | None = None, **changes: Any) -> Samples:
         """One response to each prompt.
 
-        keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its index). The
-        order of the prompts and the batch change samples only through rounding of the logits. The log-probs are those of the full
-        softmax at `temperature`. Dropout is off meanwhile.
-        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, and for settings out
-        of range.
+        keys: one int, str, or tuple of them per prompt; (seed, key) fixes the prompt's random numbers (None: its
+        index). The order of the prompts and the batch change samples only through rounding of the logits. The log-probs
+        are those of the full softmax at `temperature`. Dropout is off meanwhile.
+        Raises: UserError for a prompt that is empty or leaves no room for max_new_tokens in the context, and for
+        settings out of range.
         """
         how = replace(self.settings, **changes)
         keys = check_sampling(prompts, keys, how, lm(self.model).context)
@@ -230,8 +230,9 @@ def make_samples(tokens: Tensor, logprobs: Tensor, eos: Tensor) -> Samples:
 def default_batch(model: Any, columns: int, most_bytes: int | None = None) -> int:
     """The number of rows whose keys and values fit the bound.
 
-    On a CPU eight times the weights, but 64 MiB at least, and 1 GiB or twice the weights at most: each step reads all weights,
-    whatever the batch, and at the end of each batch few rows are left; `most_bytes` lowers it. On a GPU an eighth of its free memory.
+    On a CPU eight times the weights, but 64 MiB at least, and 1 GiB or twice the weights at most: each step reads all
+    weights, whatever the batch, and at the end of each batch few rows are left; `most_bytes` lowers it. On a GPU an
+    eighth of its free memory.
     """
     shape, parameter = shape_of_config(model.config.get_text_config()), next(model.parameters())
     kind = cached_in(model) if lm(model).native else computed_in(parameter)

@@ -1,5 +1,5 @@
-"""Our GPT over a cache of keys and values: prompts in passes of their own, then one token per row and step. Rows join and leave
-between steps. On a GPU a step is a recorded CUDA graph.
+"""Our GPT over a cache of keys and values: prompts in passes of their own, then one token per row and step. Rows join
+and leave between steps. On a GPU a step is a recorded CUDA graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,11 +41,12 @@ def cached_in(model: GPTForCausalLM) -> torch.dtype:
 
 
 class Decoder:
-    """Rows of tokens, token t of a row in column t of the cache; later columns are masked. The first `live` rows are in use.
+    """Rows of tokens, token t of a row in column t of the cache; later columns are masked. The first `live` rows are in
+    use.
 
-    On a GPU the second step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small sizes
-    most of a step's time is spent launching its hundreds of operations. Shapes are few: powers of two rows, blocks of columns.
-    Experts are not recorded, since their shapes depend on the tokens.
+    On a GPU the second step of a shape is recorded as a CUDA graph, and it and all later ones are replays: at small
+    sizes most of a step's time is spent launching its hundreds of operations. Shapes are few: powers of two rows,
+    blocks of columns. Experts are not recorded, since their shapes depend on the tokens.
     """
 
     def __init__(self, model: GPTForCausalLM):
@@ -80,8 +81,8 @@ class Decoder:
 
     @torch.no_grad()
     def _read_weights(self, model: GPTForCausalLM) -> GPTForCausalLM:
-        """The model whose steps are recorded: adapters merged, weights of products in their precision. A changed weight has a copy, at
-        an address that stays; the others are the model's tensors.
+        """The model whose steps are recorded: adapters merged, weights of products in their precision. A changed weight
+        has a copy, at an address that stays; the others are the model's tensors.
         """
         if not self.records:
             return model
@@ -150,8 +151,8 @@ class Decoder:
         return rows
 
     def carried(self, live: int, rows: int) -> int:
-        """The number of rows with which a batch continues: packed products are compiled and CUDA graphs recorded for each number, so
-        only numbers of three significant bits occur, with graphs powers of two.
+        """The number of rows with which a batch continues: packed products are compiled and CUDA graphs recorded for
+        each number, so only numbers of three significant bits occur, with graphs powers of two.
         """
         if self.records:
             return min(rows, power_of_two(live))

@@ -1,5 +1,5 @@
-"""A running batch whose sequences join and leave between tokens, and the text of each meanwhile: the sampler for a server. Models
-that are not ours are stepped one sequence at a time, each with its own cache.
+"""A running batch whose sequences join and leave between tokens, and the text of each meanwhile: the sampler for a
+server. Models that are not ours are stepped one sequence at a time, each with its own cache.
 """
 
 import inspect

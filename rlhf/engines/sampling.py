@@ -1,5 +1,5 @@
-"""Who samples: the native sampler of our GPT, which takes the log-probs on the way and drops finished sequences from the batch,
-transformers' `generate` for other classes, and `make_sampler`, which chooses.
+"""Who samples: the native sampler of our GPT, which takes the log-probs on the way and drops finished sequences from
+the batch, transformers' `generate` for other classes, and `make_sampler`, which chooses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -127,8 +127,8 @@ class GenerateEngine(SamplingEngine):
 
 
 def make_sampler(config: Config, model: Any, tokenizer: Any, **changes: Any) -> SamplingEngine:
-    """The engine of rollout.engine for a model, with the run's seed, length of responses and batch, and the tokenizer's end tokens, unless
-    `changes` say otherwise.
+    """The engine of rollout.engine for a model, with the run's seed, length of responses and batch, and the tokenizer's
+    end tokens, unless `changes` say otherwise.
     """
     budget = config.memory.budget_gb
     of_run = {

@@ -1,7 +1,9 @@
-"""Sampling by vLLM, in the training process: one engine per process, which receives the trainer's weights tensor by tensor.
+"""Sampling by vLLM, in the training process: one engine per process, which receives the trainer's weights tensor by
+tensor.
 
-vLLM computes with other kernels than the trainer, so the trainer recomputes the log-probs of what it samples, and after every
-load a probe compares the log-probs of both (`VllmEngine.load`). Our GPT runs under the architecture that `rlhf export` writes.
+vLLM computes with other kernels than the trainer, so the trainer recomputes the log-probs of what it samples, and after
+every load a probe compares the log-probs of both (`VllmEngine.load`). Our GPT runs under the architecture that `rlhf
+export` writes.
 """
 
 import functools
@@ -137,8 +139,8 @@ class VllmEngine(SamplingEngine):
 def stale(probe: Probe, before: Probe | None, most: float) -> str | None:
     """Why a probe says that vLLM does not have the trainer's weights, or None.
 
-    The gap must be rounding, and if the trainer's log-probs moved by more than rounding since the last load, vLLM's must be
-    nearer to the new ones than to the old ones.
+    The gap must be rounding, and if the trainer's log-probs moved by more than rounding since the last load, vLLM's
+    must be nearer to the new ones than to the old ones.
     """
     trainer, sampler = probe
     old, old_sampler = before or probe
@@ -158,7 +160,8 @@ def rms(a: Tensor, b: Tensor) -> float:
 def start_vllm(described: str, context: int | None, dtype: str, memory: float | None, tensor_parallel: int) -> Any:
     """vLLM for a model of this configuration (as JSON), with random weights until the first `load`.
 
-    memory: the share of a GPU's memory for weights and key-value cache. Raises: UserError if vLLM is missing or refuses the model.
+    memory: the share of a GPU's memory for weights and key-value cache. Raises: UserError if vLLM is missing or refuses
+    the model.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

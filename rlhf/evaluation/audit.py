@@ -1,7 +1,9 @@
-"""Can this reward model be trusted? Attacks on it and its figures on held-out comparisons, before PPO is run, and a verdict.
+"""Can this reward model be trusted? Attacks on it and its figures on held-out comparisons, before PPO is run, and a
+verdict.
 
-An attack changes an answer so that its score may rise and the answer does not improve, with material of the reward model's training
-data. Everything is measured on prompts of the dev split, since the verdict serves to choose. docs/audit.md says what each figure means.
+An attack changes an answer so that its score may rise and the answer does not improve, with material of the reward
+model's training data. Everything is measured on prompts of the dev split, since the verdict serves to choose.
+docs/audit.md says what each figure means.
 """
 
 import itertools
@@ -144,10 +146,10 @@ def attack_pairs(
 ) -> list[Figures]:
     """Each attack on both answers of each pair: {"name", "flips", "gain", "gain_better", "gain_worse", "nats"}.
 
-    flips: of the pairs in the right order, the share in which the attacked worse answer scores above the better one. gain: mean change
-    of the score, also of the better and of the worse answers. nats: the price of the attack on the worse one, the KL in nats per
-    prompt between SFT and a policy that applies the attack to each answer of SFT. With y drawn from SFT and an attack that keeps
-    different answers different, that policy has SFT's entropy, and
+    flips: of the pairs in the right order, the share in which the attacked worse answer scores above the better one.
+    gain: mean change of the score, also of the better and of the worse answers. nats: the price of the attack on the
+    worse one, the KL in nats per prompt between SFT and a policy that applies the attack to each answer of SFT. With y
+    drawn from SFT and an attack that keeps different answers different, that policy has SFT's entropy, and
 
         KL = E[log p(y) - log p(attack(y))]
 
@@ -237,10 +239,12 @@ def audit_reward_model(config: Config, models: Audited, records: Sequence[Rankin
 
 
 def best_of_samples(config: Config, models: Audited, dev: list[Ranking], limit: int) -> list[Figures]:
-    """{"n", "kl", "score", "others", "spread", "truth"} of best-of-n by the reward model over 64 samples per prompt of the SFT model.
+    """{"n", "kl", "score", "others", "spread", "truth"} of best-of-n by the reward model over 64 samples per prompt of
+    the SFT model.
 
-    kl: `best_of_n_kl`, nats. others: the mean score by the other reward models; spread: the standard deviation over all of them, of one
-    response. truth: the true score in the gold world. No rule of the verdict uses these three; each is None if it is not known.
+    kl: `best_of_n_kl`, nats. others: the mean score by the other reward models; spread: the standard deviation over all
+    of them, of one response. truth: the true score in the gold world. No rule of the verdict uses these three; each is
+    None if it is not known.
     """
     tokenizer = models.tokenizer
     length, room = room_for(row_limit(config, tokenizer), config.rollout.max_new_tokens)

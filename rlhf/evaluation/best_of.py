@@ -1,8 +1,9 @@
-"""Best-of-n: the reward model picks among n samples of the SFT model. The baseline for PPO at equal KL; `rlhf rejection`
-fine-tunes on the picks.
+"""Best-of-n: the reward model picks among n samples of the SFT model. The baseline for PPO at equal KL; `rlhf
+rejection` fine-tunes on the picks.
 
-KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less if samples repeat
-(Beirami et al. 2024). The curve over n comes from one set of N samples per prompt (Nakano et al. 2021, appendix I).
+KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less if
+samples repeat (Beirami et al. 2024). The curve over n comes from one set of N samples per prompt (Nakano et al. 2021,
+appendix I).
 """
 
 import math
@@ -64,8 +65,8 @@ def draw_candidates(
 def draw_best(
     config: Config, policy: Any, asked: Asked, n: int, reward: Reward, label: str, ended: bool = False
 ) -> list[tuple[Answer, float]]:
-    """The best of n samples of each prompt and its score; the first of several. The prompts are divided among the processes, on each
-    of which the models must be whole. ended: prefer those that end, whatever their score.
+    """The best of n samples of each prompt and its score; the first of several. The prompts are divided among the
+    processes, on each of which the models must be whole. ended: prefer those that end, whatever their score.
     """
 
     def draw(mine: Sequence[Prompt]) -> list[tuple[Answer, float]]:
@@ -106,8 +107,8 @@ def pick_best(config: Config, asked: Asked, policy: Any, reward: Reward) -> tupl
 def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses]) -> Figures:
     """{quality: {policy: the mean value of its samples}}; of a rule, as `breaks_<rule>`, the mean P(broken).
 
-    Of a quality in rate.given only samples with the other one count, by its value c: sum c v / sum c, which of claims and of whether
-    sources support them is groundedness; n is the sum of c, of so many samples.
+    Of a quality in rate.given only samples with the other one count, by its value c: sum c v / sum c, which of claims
+    and of whether sources support them is groundedness; n is the sum of c, of so many samples.
     Source: Thoppilan et al. 2022, section 4.1.
     """
     applies, found = config.rate.given or {}, dict[str, dict[str, Figures]]()
@@ -132,11 +133,13 @@ def evaluate_ratings(config: Config, rater: Rater, answers: dict[str, Responses]
 def evaluate_best_of(
     config: Config, asked: Asked, models: dict[str, Path], device: torch.device, rater: Rater | None = None
 ) -> dict[str, Any]:
-    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, with a rater.
+    """Best-of-n by the reward model over n samples of the SFT model, the baseline for PPO; generate-and-rate, with a
+    rater.
 
-    Generate-and-rate picks by the ratings among the rate model's own samples. `sft_rated` picks by the ratings among the samples that
-    best-of-n picks from, which separates the effect of the ratings from that of the samples; `ppo_best_of_n` picks by the reward model
-    among PPO's. over: the true win rates of generate-and-rate over best-of-n, one sample of PPO, and the best of n of PPO.
+    Generate-and-rate picks by the ratings among the rate model's own samples. `sft_rated` picks by the ratings among
+    the samples that best-of-n picks from, which separates the effect of the ratings from that of the samples;
+    `ppo_best_of_n` picks by the reward model among PPO's. over: the true win rates of generate-and-rate over best-of-n,
+    one sample of PPO, and the best of n of PPO.
     """
     reward, _ = make_reward(config, asked.tokenizer, device)
 

@@ -1,9 +1,10 @@
-"""Pairwise judging of answers: by a model behind an OpenAI-style endpoint (`evaluate.judge`), by a second reward model (the stage
-`judge`), and by people (`evaluate.labels`).
+"""Pairwise judging of answers: by a model behind an OpenAI-style endpoint (`evaluate.judge`), by a second reward model
+(the stage `judge`), and by people (`evaluate.labels`).
 
-The endpoint judges both orders of the two answers, so that a preference for a position cancels out. The labels of people rank, rate and
-flag one response of each policy (`rlhf sample sample.stages=[sft,ppo]`). A prompt is the unit of every figure: the judgements of one
-prompt are averaged first. Source: Ouyang et al. 2022, section 3.6 and figures 1, 3 and 4.
+The endpoint judges both orders of the two answers, so that a preference for a position cancels out. The labels of
+people rank, rate and flag one response of each policy (`rlhf sample sample.stages=[sft,ppo]`). A prompt is the unit of
+every figure: the judgements of one prompt are averaged first. Source: Ouyang et al. 2022, section 3.6 and figures 1, 3
+and 4.
 """
 
 import hashlib
@@ -153,8 +154,9 @@ def judged_figures(
 
 
 def compare_judges(rows: Sequence[Figures], pair: tuple[str, str], points: Sequence[float]) -> dict[str, Figures]:
-    """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers. agreement: of the prompts on which both prefer an answer,
-    the share on which it is the same one. disagrees: the intervals of the two win rates lie on different sides of 1/2.
+    """{other judge: {"win_rate", "agreement", "disagrees"}} on the same answers. agreement: of the prompts on which
+    both prefer an answer, the share on which it is the same one. disagrees: the intervals of the two win rates lie on
+    different sides of 1/2.
     """
     judges, (our_low, our_high) = {}, ends(interval(points, share=True))
     for name, key in OTHER_JUDGES.items():
@@ -181,8 +183,8 @@ HELD_OUT = ("accuracy", "length_baseline", "length_prefers", "above_length", "la
 
 
 def compare_policies(config: Config, answers: dict[str, Responses], asked: Asked, device: torch.device) -> Figures:
-    """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}: every policy is compared
-    with SFT, the second of `answers` first, and that one with every other.
+    """{"held_out": the judge's own figures, "scores": {policy: mean}, "pairs": [figures of ours over theirs]}: every
+    policy is compared with SFT, the second of `answers` first, and that one with every other.
     """
     judge = load_reward_model(stage_folder(config, "judge") / "model", device)
     held_out, reward = evaluate_reward_model(config, judge, asked.tokenizer), ModelReward(judge, device)
@@ -218,7 +220,8 @@ Points = dict[tuple[str, str], dict[str, float]]  # by pair of policies and prom
 
 
 def evaluate_people(config: Config, device: torch.device) -> Figures:
-    """The figures of all labelers, and of training and held-out ones apart if there are both; with a judge, corrected win rates.
+    """The figures of all labelers, and of training and held-out ones apart if there are both; with a judge, corrected
+    win rates.
     Raises: UserError if no label compares two policies.
     """
     records = load_comparisons(config.evaluate.labels, config.data.format, config.data.allow_partial)[0]

@@ -85,8 +85,8 @@ def draw_answers(
 def draw_in_turn(
     engine: SamplingEngine, tokenizer: Any, asked: Sequence[Keyed], together: int = TOGETHER, **how: Any
 ) -> Iterator[list[Answer]]:
-    """The responses to each prompt, which is given with its key and their number; `together` prompts are answered at once. how: as of
-    `draw_answers`.
+    """The responses to each prompt, which is given with its key and their number; `together` prompts are answered at
+    once. how: as of `draw_answers`.
     """
     for start in range(0, len(asked), together):
         part = asked[start : start + together]
@@ -107,9 +107,9 @@ def draw_divided(
 def answer_all(config: Config, models: dict[str, Path], asked: Asked, device: torch.device) -> dict[str, Responses]:
     """`evaluate.samples` responses at temperature 1 to each prompt, and the greedy one, of each policy.
 
-    The base model, if it is among them, is prompted in two ways: with the chat template, which it has never seen (`base`), and with
-    the beginning of a document like those of its pretraining (`base_prompted`); "GPT" and "GPT prompted" of Ouyang et al. 2022,
-    section 3.5.
+    The base model, if it is among them, is prompted in two ways: with the chat template, which it has never seen
+    (`base`), and with the beginning of a document like those of its pretraining (`base_prompted`); "GPT" and "GPT
+    prompted" of Ouyang et al. 2022, section 3.5.
     """
     answers: dict[str, Responses] = {}
     tokenizer, truth = asked.tokenizer, asked.truth
@@ -194,9 +194,11 @@ def score_divided(reward: Reward, given: Responses) -> Scores:
 def score_answers(
     config: Config, answers: dict[str, Responses], asked: Asked, reward_model: Any, device: torch.device
 ) -> tuple[ByPolicy, ByPolicy]:
-    """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's sources.
+    """Scores of the samples of SFT, PPO and the baselines: by the run's own calibrated reward model, and by PPO's
+    sources.
 
-    The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward model.
+    The two are the same if ppo.rewards, ppo.reward_weights and ppo.calibrated are not set, or if there is no reward
+    model.
     """
     scores, rewards = {}, {}
     if reward_model is not None:
@@ -227,8 +229,8 @@ def baseline_figures(baselines: dict[str, Path], kl: ByPolicy, optimised: ByPoli
 def nats_and_kl(
     config: Config, answers: dict[str, Responses], models: dict[str, Path], pad: int, device: torch.device
 ) -> tuple[ByPolicy, ByPolicy]:
-    """SFT's log-probs in nats of each policy's samples; and log pi - log pi_sft of the samples of the other policies, whose mean
-    estimates the KL."""
+    """SFT's log-probs in nats of each policy's samples; and log pi - log pi_sft of the samples of the other policies,
+    whose mean estimates the KL."""
 
     def nats_of(folder: Path, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
         model = load_frozen(config, folder, device)

@@ -1,4 +1,5 @@
-"""Figures of a reward model: on the run's held-out comparisons, and on preference files of any origin (`evaluate.pairs`).
+"""Figures of a reward model: on the run's held-out comparisons, and on preference files of any origin
+(`evaluate.pairs`).
 
 Accuracy is given with its bounds: the labelers' own agreement above, the length of responses below.
 """
@@ -34,8 +35,9 @@ SUBSETS = ("subset", "domain", "category", "section")  # keys that name a row's 
 def evaluate_reward_model(config: Config, model: Any, tokenizer: Any) -> Figures:
     """Every figure of the reward model on comparisons, as in results.json under reward_model.
 
-    accuracy: on prompts of the test split, for the labelers who also judged for training; held_out_labelers: for the others, on the
-    same prompts. Raises: UserError if there are no test comparisons, or it was trained with other held-out labelers.
+    accuracy: on prompts of the test split, for the labelers who also judged for training; held_out_labelers: for the
+    others, on the same prompts. Raises: UserError if there are no test comparisons, or it was trained with other
+    held-out labelers.
     """
     records, folder, held = read_comparisons(config), stage_folder(config, "reward"), config.data.held_out_labelers
     trained = ((read_stage(folder) or {}).get("settings") or {}).get("data.held_out_labelers")
@@ -123,8 +125,8 @@ def describe_reward_model(results: Figures) -> list[str]:
 def compare_with_truth(
     config: Config, truth: Truth, items: list[Item], scores: Scores, known: set[str | None]
 ) -> Figures:
-    """The ceiling (the labelers' noiseless mean utility on the same pairs), the accuracy on the judge's own order, and, if the true
-    score has parts, `gold_regression`. known: the labelers who also judged for training.
+    """The ceiling (the labelers' noiseless mean utility on the same pairs), the accuracy on the judge's own order, and,
+    if the true score has parts, `gold_regression`. known: the labelers who also judged for training.
     """
     judged = [[truth.judge(i.record, text, ended) for text, ended in i.answers] for i in items]
     both = [list(zip((one["total"] for one in j), s, strict=True)) for j, s in zip(judged, scores, strict=True)]
@@ -139,8 +141,8 @@ def compare_with_truth(
 
 
 def gold_regression(names: Sequence[str], judged: Sequence[list[Judged]], scores: Scores) -> Figures:
-    """What the scores reward: {part of the judge's score: {"weight"}}, by least squares over held-out responses, all in standard
-    deviations, with an intercept; None for a part that never varies.
+    """What the scores reward: {part of the judge's score: {"weight"}}, by least squares over held-out responses, all in
+    standard deviations, with an intercept; None for a part that never varies.
     """
     x, y = np.array([[parts[name] for name in names] for parts in flatten(judged)]), np.array(flatten(scores))
     varies, weights = x.std(0) > 1e-9, np.full(len(names), np.nan)
@@ -154,7 +156,8 @@ def gold_regression(names: Sequence[str], judged: Sequence[list[Judged]], scores
 def evaluate_pairs(config: Config, device: torch.device) -> Figures:
     """{"model", "left_out", "overall", "subsets"} of the reward model `evaluate.pairs_model`.
 
-    Each row of a file is scored on its own: several chosen and rejected answers (RewardBench 2, RM-Bench) count as all their pairs.
+    Each row of a file is scored on its own: several chosen and rejected answers (RewardBench 2, RM-Bench) count as all
+    their pairs.
     Raises: UserError if there is no such model, or no pair in the files.
     """
     folder, model, encode = scoring.load_judge(config, config.evaluate.pairs_model, "evaluate.pairs_model", device)
@@ -180,8 +183,8 @@ def pair_figures(items: Sequence[Item], scores: Scores) -> Figures:
 
 
 def row_figures(items: Sequence[Item], scores: Sequence[list[float]]) -> Figures:
-    """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all are; length: the
-    share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
+    """pairs: the share of pairs in the right order, equal scores half; all_right: the share of rows whose pairs all
+    are; length: the share of pairs that length alone orders correctly. The unit of the intervals is a prompt."""
     keys, pairs = [prompt_key(item.record.prompt) for item in items], judged_pairs(items, scores)
     by_length, _ = pairs_by_length(items)
     wrong = {pair.item for pair in pairs if pair.won < 1}

@@ -78,8 +78,8 @@ def pad_weights(items: list[Item], device: torch.device) -> Tensor:
 
 
 def collate_answers(rows: Sequence[Sequence[int]], answers: Sequence[int], pad: int) -> dict[str, Tensor]:
-    """R rows, each a prompt and an answer of so many tokens, as arguments of `Reference`: tokens (R, T), right-padded; starts (R,), the
-    prompts' lengths; mask (R, A) of the answers' tokens.
+    """R rows, each a prompt and an answer of so many tokens, as arguments of `Reference`: tokens (R, T), right-padded;
+    starts (R,), the prompts' lengths; mask (R, A) of the answers' tokens.
     """
     tokens, lengths = right_pad(rows, pad)
     counts = torch.tensor(answers)
@@ -171,14 +171,15 @@ def read_features(model: RewardModel, items: list[Item], pad: int, device: torch
 
 
 def fit_head(head: ScalarHead, features: Tensor, items: list[Item], layers: LayerMix | None = None) -> dict[str, float]:
-    """Set the head, and the mix of layers that it reads, to the minimum of `ranking_loss` + lambda |w|^2 over standardised features,
-    lambda chosen by cross-validation. With a mix its weights s add MIX_DECAY |s|^2.
+    """Set the head, and the mix of layers that it reads, to the minimum of `ranking_loss` + lambda |w|^2 over
+    standardised features, lambda chosen by cross-validation. With a mix its weights s add MIX_DECAY |s|^2.
 
-    Gradients through a random head change the trunk's features before the head can use them; on the frozen trunk the best
-    head is the minimum of a convex function.
+    Gradients through a random head change the trunk's features before the head can use them; on the frozen trunk the
+    best head is the minimum of a convex function.
 
-    features: (L, R, D) float64, of every response of all items in turn; without a mix L is 1. With a mix the minimum is a local one,
-    from equal weights on. Returns the decay, and the cross-validated loss and accuracy. Raises: UserError with fewer than two items.
+    features: (L, R, D) float64, of every response of all items in turn; without a mix L is 1. With a mix the minimum is
+    a local one, from equal weights on. Returns the decay, and the cross-validated loss and accuracy. Raises: UserError
+    with fewer than two items.
     Source: Kumar et al. 2022, "Fine-Tuning can Distort Pretrained Features" (linear probing, then fine-tuning).
     """
     if len(items) < 2:
@@ -232,8 +233,8 @@ Value = float | None  # of a prompt; none: its responses do not fit the reward m
 def value_of(how: str, scores: Sequence[Sequence[float]]) -> float:
     """What labels of one prompt may teach. scores: a list over the K responses per reward model, without calibration.
 
-    With p(i over j) = sigmoid(r_i - r_j) (Ouyang et al. 2022, equation 1), the mean over pairs of responses of p (1 - p), averaged
-    over the models ("uncertain"), or of the variance of p over the models ("disagreement").
+    With p(i over j) = sigmoid(r_i - r_j) (Ouyang et al. 2022, equation 1), the mean over pairs of responses of p (1 -
+    p), averaged over the models ("uncertain"), or of the variance of p over the models ("disagreement").
     """
     places = combinations(range(len(scores[0])), 2)
     pairs = [[1 / (1 + math.exp(min(700.0, r[j] - r[i]))) for r in scores] for i, j in places]
@@ -243,8 +244,8 @@ def value_of(how: str, scores: Sequence[Sequence[float]]) -> float:
 def choose_prompts_by(
     values: Sequence[Value], keys: Sequence[str], count: int, random_part: float, seed: int
 ) -> dict[int, bool]:
-    """The positions of `count` prompts, and whether each was drawn at random: `random_part` of them are, by (seed, key), and the
-    others have the largest values.
+    """The positions of `count` prompts, and whether each was drawn at random: `random_part` of them are, by (seed,
+    key), and the others have the largest values.
     """
     drawn = sorted(range(len(values)), key=lambda i: uniform(f"choose {keys[i]}", seed))
     chosen = dict.fromkeys(drawn[: round(random_part * min(count, len(values)))], True)

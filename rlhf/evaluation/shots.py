@@ -142,7 +142,8 @@ def make_rows(
 ) -> tuple[list[tuple[list[int], list[int]]], float]:
     """(prompt, answer) as tokens of each question's answers in order, and the mean number of examples in a prompt.
 
-    Examples at the end that do not fit with the longest answer are left out; if the question alone does not fit, its beginning is cut.
+    Examples at the end that do not fit with the longest answer are left out; if the question alone does not fit, its
+    beginning is cut.
     """
     asked, named = zip(*(options_of(example, columns, classes) for example in questions), strict=True)
     texts = encode_texts(tokenizer, list(asked))

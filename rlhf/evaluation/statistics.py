@@ -79,10 +79,11 @@ def win_rate(scores: Sequence[Sequence[float]], baseline: Sequence[Sequence[floa
 def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float]) -> Figures:
     """The mean of people's values, corrected by a judge's values on the same keys (prompts) and on many more.
 
-        theta = mean(Y) + weight (mean of F without labels - mean of F with them),  weight = cov(Y, F) / ((1 + n / N) var(F))
+        theta = mean(Y) + weight (mean of F without labels - mean of F with them),  weight = cov(Y, F) / ((1 + n / N)
+        var(F))
 
-    With the judge's correlation rho to the people, n labelled keys and N others the interval has sqrt(1 - rho^2 N / (n + N)) of the
-    width of the people's own. labelled, judged: Y and F by key; keys without F are left out.
+    With the judge's correlation rho to the people, n labelled keys and N others the interval has sqrt(1 - rho^2 N / (n
+    + N)) of the width of the people's own. labelled, judged: Y and F by key; keys without F are left out.
     Source: Angelopoulos et al. 2023, "PPI++: Efficient Prediction-Powered Inference", equation 2 and section 6.
     """
     keys = [key for key in labelled if key in judged]
@@ -106,9 +107,11 @@ def length_controlled(points: Sequence[Sequence[float]], lengths: Sequence[Seque
 
         P(win) = sigmoid(a + b d / sd(d))        d = words of ours minus theirs
 
-    points, lengths: one value per comparison of a prompt's answers, a list per prompt, all of one length. The interval is a sandwich
-    with the prompt as the unit. value is None if one side's answers are always longer: the data then say nothing about equal length.
-    Source: Dubois et al. 2024, equation 2. Differs: no term per prompt, and d as it is rather than its hyperbolic tangent.
+    points, lengths: one value per comparison of a prompt's answers, a list per prompt, all of one length. The interval
+    is a sandwich with the prompt as the unit. value is None if one side's answers are always longer: the data then say
+    nothing about equal length.
+    Source: Dubois et al. 2024, equation 2. Differs: no term per prompt, and d as it is rather than its hyperbolic
+    tangent.
     """
     y, d = np.array(points, dtype=float), np.array(lengths, dtype=float)  # (prompts, comparisons)
     if d.min() > 0 or d.max() < 0:
@@ -197,9 +200,9 @@ def text_figures(answers: Sequence[Sequence[Any]], nats: Sequence[Sequence[float
     """Figures of one policy's responses, `text` and token `ids`, a list per prompt.
 
     nats: log-probs of whole responses under the SFT model.
-    perplexity: under the SFT model, per token. distinct_n: different n-grams of words over all n-grams, of the first response to
-    each prompt, so that it does not depend on the number of samples. repetition: share of a response's 3-grams that it contains
-    earlier. tokens, words: per response.
+    perplexity: under the SFT model, per token. distinct_n: different n-grams of words over all n-grams, of the first
+    response to each prompt, so that it does not depend on the number of samples. repetition: share of a response's
+    3-grams that it contains earlier. tokens, words: per response.
     """
     words = [[one.text.lower().split() for one in row] for row in answers]
     lengths = [[len(one.ids) for one in row] for row in answers]

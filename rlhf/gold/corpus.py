@@ -1,7 +1,9 @@
-"""The gold world's pretraining text and demonstrations, in the import format; and passages of any other text as prompts.
+"""The gold world's pretraining text and demonstrations, in the import format; and passages of any other text as
+prompts.
 
 Pretraining documents are short talks, in which a speaker's name indicates a style of answering, and stories that state
-everything twice, from which copying is learned. Requests whose core hashes to the development or test split never occur.
+everything twice, from which copying is learned. Requests whose core hashes to the development or test split never
+occur.
 """
 
 import heapq
@@ -49,10 +51,11 @@ def _echo(rng: random.Random) -> str:
 
 
 def documents(seed: int, split_seed: int, count: int, conversations: float = 0.0) -> Iterator[str]:
-    """`count` pretraining documents: first an eighth of echoes and stories, then mostly talks, this share of them conversations.
+    """`count` pretraining documents: first an eighth of echoes and stories, then mostly talks, this share of them
+    conversations.
 
-    Copying from the prompt is hard for a small model, and the loss of ordinary text does not show it. Echoes and stories first, read in
-    file order, teach it within a few hundred steps.
+    Copying from the prompt is hard for a small model, and the loss of ordinary text does not show it. Echoes and
+    stories first, read in file order, teach it within a few hundred steps.
     """
     rng = random.Random(f"corpus-{seed}")
     for i in range(count):
@@ -110,9 +113,10 @@ def make_passages(
 ) -> Iterator[tuple[str, str, str]]:
     """`counts[split]` passages of each split, as (split, prompt, continuation), no two with the same beginning.
 
-    A passage is a paragraph's opening that ends with a word, and the tokens after it; cut: the least and the most tokens of the opening,
-    and those of its continuation. The choice depends only on the text and the seed. The splits are filled in the order of `counts`:
-    more passages of the last one do not change the others. Raises: UserError if the text has too few long paragraphs.
+    A passage is a paragraph's opening that ends with a word, and the tokens after it; cut: the least and the most
+    tokens of the opening, and those of its continuation. The choice depends only on the text and the seed. The splits
+    are filled in the order of `counts`: more passages of the last one do not change the others. Raises: UserError if
+    the text has too few long paragraphs.
     """
     least, most, after = cut
     wanted, long = sum(counts.values()), most + after

@@ -1,13 +1,13 @@
 """The people of the gold world, and the true score by which its labelers rank: a class per value of gold.truth.
 
-A speaker's style (good, terse, rude, at length, evasive, wrong) is independent of the request and of any score. The same
-speakers write the pretraining text, where a name indicates the style, and the demonstrations, without names.
+A speaker's style (good, terse, rude, at length, evasive, wrong) is independent of the request and of any score. The
+same speakers write the pretraining text, where a name indicates the style, and the demonstrations, without names.
 
-A labeler has individual weights for the parts of the true score, a small bias for or against length or courtesy, and noise.
-Two of them agree on about 72.6% of pairs, as InstructGPT's labelers do (Ouyang et al. 2022, section 3.4).
+A labeler has individual weights for the parts of the true score, a small bias for or against length or courtesy, and
+noise. Two of them agree on about 72.6% of pairs, as InstructGPT's labelers do (Ouyang et al. 2022, section 3.4).
 
-The score reads only text, never the model. It is not used in training: the reward model gets the labelers' rankings, and the
-evaluation measures with it whether alignment worked. The stages and the evaluation use only this module.
+The score reads only text, never the model. It is not used in training: the reward model gets the labelers' rankings,
+and the evaluation measures with it whether alignment worked. The stages and the evaluation use only this module.
 """
 
 import itertools
@@ -118,7 +118,8 @@ PARTS = {"sensible": "correct", "specific": "complete", "interesting": "polite",
 
 def expected_agreement(labelers: Sequence[Labeler], answers: Answers) -> float:
     """The share of pairs of answers to one prompt on which two different labelers agree, on average.
-    A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 - q).
+    A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 -
+    q).
     """
     agreed: list[float] = []
     for given in answers:
@@ -208,7 +209,8 @@ def without_manners(text: str) -> str:
 
 def judge(task: Task, response: str, *, ended: bool = True) -> Judged:
     """The parts correct, complete, polite, brief, safe, ended, each in [0, 1], and `total`, their weighted sum.
-    ended: whether the response ended with the end-of-turn token. correct: the share of the required content, 0 with any wrong content.
+    ended: whether the response ended with the end-of-turn token. correct: the share of the required content, 0 with any
+    wrong content.
     """
     core, words = without_manners(response), len(response.split())
     correct = complete = 0.0
@@ -274,7 +276,8 @@ def _analyzer() -> Any:
 
 
 class Sentiment(Requests):
-    """VADER's compound score of the response alone, from -1 to 1; the labelers have the same utility and independent noise.
+    """VADER's compound score of the response alone, from -1 to 1; the labelers have the same utility and independent
+    noise.
 
     Source: Hutto and Gilbert 2014; as a stand-in for people in Ziegler et al. 2019, section 3.1.
     Differs: Ziegler et al. use a classifier trained on reviews for the simulated part of their experiment.
@@ -303,8 +306,8 @@ Truth = Requests | Sentiment
 
 
 def utilities(truth: Truth, noise: float, record: Record, answers: Sequence[tuple[str, bool]]) -> list[float]:
-    """The training labelers' noiseless mean utility of answers (text, whether it ended) to one prompt: no reward model can agree
-    with single judgements more often than this does."""
+    """The training labelers' noiseless mean utility of answers (text, whether it ended) to one prompt: no reward model
+    can agree with single judgements more often than this does."""
     labelers, judged = truth.labelers(noise), [(truth.judge(record, text, ended), text) for text, ended in answers]
     return [sum(labeler.utility(parts, text) for labeler in labelers) / len(labelers) for parts, text in judged]
 

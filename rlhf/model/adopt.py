@@ -81,8 +81,8 @@ def adopt(source: str | Path, native: Native = "auto", say: Callable[[str], None
 
 
 def adopt_tokenizer(checkpoint: Checkpoint, form: str = "chat", native: Native = "auto") -> tuple[Any, list[str]]:
-    """A checkpoint's tokenizer with a pad token (which may be an end token), a chat template and its end tokens recorded; and what was
-    added, as text. form: "completion" replaces the template by one that writes only the text.
+    """A checkpoint's tokenizer with a pad token (which may be an end token), a chat template and its end tokens
+    recorded; and what was added, as text. form: "completion" replaces the template by one that writes only the text.
     """
     what = f"model.pretrained={checkpoint.source}: no readable tokenizer"
     folder, gguf = checkpoint.folder, checkpoint.gguf
@@ -190,8 +190,8 @@ def choose_way(checkpoint: Checkpoint, model: Any, native: Native) -> tuple[Any,
 @torch.no_grad()
 @by_torch_alone()
 def compare_logits(theirs: Any, ours: Any) -> float:
-    """The largest difference of logits of real tokens, as a share of the largest logit: rows of unequal lengths, padded on
-    either side, up to PROBED tokens or our whole context.
+    """The largest difference of logits of real tokens, as a share of the largest logit: rows of unequal lengths, padded
+    on either side, up to PROBED tokens or our whole context.
     """
     width = min(PROBED, ours.config.context_length)
     generator = torch.Generator().manual_seed(0)

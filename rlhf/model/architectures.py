@@ -1,4 +1,5 @@
-"""The table of transformers' architectures that our GPT can express: how configurations and tensors are converted in both directions.
+"""The table of transformers' architectures that our GPT can express: how configurations and tensors are converted in
+both directions.
 
 Numbers never change, only names and layouts. `register_architecture` adds a row from outside the package.
 """
@@ -39,10 +40,10 @@ def rows(*sizes: int) -> Layout:
 class Architecture:
     """One row of the table.
 
-    shape: the values (one, or a tuple of them) that our configuration must have to be written. wanted: those that theirs must
-    have to be read; the first one is written. names: of the fields that mean the same, ours to theirs, besides COMMON. read: their
-    configuration to our other fields; write: back. modules: the names of each module. misfits: why our configuration cannot be
-    written, beyond `shape`. ropes: kinds of rotary positions.
+    shape: the values (one, or a tuple of them) that our configuration must have to be written. wanted: those that
+    theirs must have to be read; the first one is written. names: of the fields that mean the same, ours to theirs,
+    besides COMMON. read: their configuration to our other fields; write: back. modules: the names of each module.
+    misfits: why our configuration cannot be written, beyond `shape`. ropes: kinds of rotary positions.
     """
 
     config_class: Any
@@ -278,8 +279,8 @@ def _write_neox(c: GPTConfig) -> Fields:
 
 
 def _neox_modules(c: GPTConfig) -> Modules:
-    """Their fused matrix is ordered by head, then query, key, value. They rotate channel i with i + R/2 of the first R channels, ours with
-    i + head_dim/2; queries and keys may be reordered alike: their products do not change.
+    """Their fused matrix is ordered by head, then query, key, value. They rotate channel i with i + R/2 of the first R
+    channels, ours with i + head_dim/2; queries and keys may be reordered alike: their products do not change.
     """
     turning, channels = int(c.head_dim * c.rotary_share), torch.arange(c.head_dim)
     halves = zip(channels[:turning].tensor_split(2), channels[turning:].tensor_split(2), strict=True)

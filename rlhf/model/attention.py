@@ -1,5 +1,5 @@
-"""Self-attention with a cache: which tokens attend to which, the norm of queries and keys, and position encodings without
-parameters: rotary, which rotates queries and keys, and sinusoids, which are added.
+"""Self-attention with a cache: which tokens attend to which, the norm of queries and keys, and position encodings
+without parameters: rotary, which rotates queries and keys, and sinusoids, which are added.
 """
 
 import math
@@ -35,10 +35,11 @@ def rotary_factors(positions: Tensor, config: Any, dtype: torch.dtype) -> Rope:
 
 
 def scale_frequencies(frequencies: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Frequencies of Llama 3.1's longer context: slow ones are divided by `factor`, fast ones stay, those between are interpolated.
+    """Frequencies of Llama 3.1's longer context: slow ones are divided by `factor`, fast ones stay, those between are
+    interpolated.
 
-    f (1 - s + s factor) / factor, with s = (turns - low) / (high - low) from 0 to 1, and turns = f context / 2 pi in the
-    original context; low and high: `low_freq_factor` and `high_freq_factor`.
+    f (1 - s + s factor) / factor, with s = (turns - low) / (high - low) from 0 to 1, and turns = f context / 2 pi in
+    the original context; low and high: `low_freq_factor` and `high_freq_factor`.
     Source: Dubey et al. 2024 (the released code, apply_scaling).
     """
     factor, low, high, context = (scaling[name] for name in SCALING)
@@ -106,11 +107,12 @@ class QKNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v W_out, causal except in an encoder, with n_kv_head keys and values for n_head queries.
+    """softmax(q k^T / sqrt(head_dim)) v W_out, causal except in an encoder, with n_kv_head keys and values for n_head
+    queries.
 
-    Its mask limits a banded layer to the last `window` tokens. Source: Vaswani et al. 2017, equation 1; Ainslie et al. 2023 (grouped
-    queries), of which one key head is Shazeer 2019 (PaLM); Brown et al. 2020, section 2.1 (dense and locally banded layers in
-    alternation); Child et al. 2019.
+    Its mask limits a banded layer to the last `window` tokens. Source: Vaswani et al. 2017, equation 1; Ainslie et al.
+    2023 (grouped queries), of which one key head is Shazeer 2019 (PaLM); Brown et al. 2020, section 2.1 (dense and
+    locally banded layers in alternation); Child et al. 2019.
     """
 
     def __init__(self, config: GPTConfig, layer: int):
@@ -192,8 +194,8 @@ def make_attention_mask(
 
 
 def as_bias(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """A bool mask as what is added to the scores, which torch would make in each layer and keep for backward; on a CPU in half
-    precision, where short attention is computed in float32, the mask itself.
+    """A bool mask as what is added to the scores, which torch would make in each layer and keep for backward; on a CPU
+    in half precision, where short attention is computed in float32, the mask itself.
     """
     kind = computed_in(x)
     if mask is None or (kind.itemsize < 4 and x.device.type == "cpu"):
@@ -204,8 +206,8 @@ def as_bias(mask: Tensor | None, x: Tensor) -> Tensor | None:
 def narrow(mask: Tensor | None, window: int, queries: int, past: int, device: torch.device) -> Tensor | None:
     """The mask of a layer in which `queries` tokens after `past` cached ones attend to the last `window` keys.
 
-    mask: of a layer that attends to all. Distances are between columns; they equal those between positions if padding is on
-    one side and the examples of packed rows are complete.
+    mask: of a layer that attends to all. Distances are between columns; they equal those between positions if padding
+    is on one side and the examples of packed rows are complete.
     """
     keys = past + queries if mask is None else mask.shape[-1]
     if keys <= window:

@@ -1,6 +1,6 @@
-"""Rows as batches with little padding: right-padded, grouped by length, and joined: rows with a common prefix as one row, the
-prefix once, then the rest of each row, which attends to the prefix and itself. For several answers to a prompt, the prompt is then
-computed once; the hidden states are the same up to rounding.
+"""Rows as batches with little padding: right-padded, grouped by length, and joined: rows with a common prefix as one
+row, the prefix once, then the rest of each row, which attends to the prefix and itself. For several answers to a
+prompt, the prompt is then computed once; the hidden states are the same up to rounding.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ def by_length(
     rows: Sequence[int] | None = None,
     joined: bool = False,
 ) -> list[list[int]]:
-    """Indices in groups of similar length, each of at most `most` rows and `tokens` padded tokens (rows times the longest), but at
-    least one item; the longest first, so that later groups fit into the memory that they free.
+    """Indices in groups of similar length, each of at most `most` rows and `tokens` padded tokens (rows times the
+    longest), but at least one item; the longest first, so that later groups fit into the memory that they free.
 
     rows: of each item, which is not divided; one unless given. joined: an item's rows are read as one (`join_rows`).
     """
@@ -48,8 +48,8 @@ def by_length(
 
 
 def scoring_tokens(model: Any) -> int:
-    """Most padded tokens of a forward without gradients: what its widest block computes at once then takes SCORING_BYTES; more would
-    not be faster. model: anything around a transformer.
+    """Most padded tokens of a forward without gradients: what its widest block computes at once then takes
+    SCORING_BYTES; more would not be faster. model: anything around a transformer.
     """
     config = next((part.config for part in model.modules() if hasattr(part, "config")), None)
     config = getattr(config, "trunk", None) or config  # of a reward model
@@ -61,8 +61,8 @@ def scoring_tokens(model: Any) -> int:
 
 
 def joins_rows(model: Any) -> bool:
-    """Whether the rows of an item are joined where that saves time, as our GPT does on a CPU; windows count distances within a row,
-    and text classifiers read each row by itself.
+    """Whether the rows of an item are joined where that saves time, as our GPT does on a CPU; windows count distances
+    within a row, and text classifiers read each row by itself.
     """
     native = any(getattr(part, "native", False) and part.config.window is None for part in model.modules())
     return native and not getattr(model, "reads_text", False) and not next(model.parameters()).is_cuda

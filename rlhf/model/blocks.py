@@ -1,5 +1,5 @@
-"""The blocks of a GPT: the order of norms, attention and MLP; and the top-1 mixture of experts in place of an MLP (Fedus et al.
-2021, Switch Transformer).
+"""The blocks of a GPT: the order of norms, attention and MLP; and the top-1 mixture of experts in place of an MLP
+(Fedus et al. 2021, Switch Transformer).
 """
 
 import math
@@ -41,11 +41,12 @@ class MLP(nn.Module):
 class SwitchMLP(nn.Module):
     """y = p_i(x) E_i(x), with i = argmax_j p_j(x) and p(x) = softmax(W_r x) (equations 1 and 2 with k = 1).
 
-    Each token goes to its expert, whatever the rest of the batch. Only in pretraining, within `limited_experts`, each expert
-    has room for `expert_capacity` T / experts tokens of each row of T tokens (equation 3); later ones are dropped: their y is 0
-    and only the residual stream continues (section 2.2). Room is counted per row from its first token on, so results do not
-    depend on other rows, the split, or later tokens.
-    Source: Fedus et al. 2021, sections 2.1 and 2.2; Lepikhin et al. 2020, section 2.2 (room counted in groups of tokens).
+    Each token goes to its expert, whatever the rest of the batch. Only in pretraining, within `limited_experts`, each
+    expert has room for `expert_capacity` T / experts tokens of each row of T tokens (equation 3); later ones are
+    dropped: their y is 0 and only the residual stream continues (section 2.2). Room is counted per row from its first
+    token on, so results do not depend on other rows, the split, or later tokens.
+    Source: Fedus et al. 2021, sections 2.1 and 2.2; Lepikhin et al. 2020, section 2.2 (room counted in groups of
+    tokens).
     Differs: a group is a row, where the paper's is the share of a batch on one core. No noise in the router.
     """
 
@@ -82,7 +83,8 @@ class SwitchMLP(nn.Module):
 def compute_balance(probs: Tensor, chosen: Tensor) -> Tensor:
     """E sum_i f_i P_i (B,), of each row: 1 if its T tokens are spread evenly, E if all go to one expert.
 
-    f_i is the share of the row's tokens whose expert is i, P_i the mean of p_i over them. probs (B, T, E), chosen (B, T).
+    f_i is the share of the row's tokens whose expert is i, P_i the mean of p_i over them. probs (B, T, E), chosen (B,
+    T).
     Source: Fedus et al. 2021, equations 4 to 6.
     """
     count = probs.shape[-1]
@@ -90,7 +92,8 @@ def compute_balance(probs: Tensor, chosen: Tensor) -> Tensor:
 
 
 def balance_loss(model: Any, labels: Tensor, ignored: int, count: Any) -> Tensor | float:
-    """balance_coef sum over experts' layers and rows of n_row balance_row / N, to be added to the loss; N as in that loss.
+    """balance_coef sum over experts' layers and rows of n_row balance_row / N, to be added to the loss; N as in that
+    loss.
 
     n_row is the number of labels of a row, so the parts of a batch add up to the balance loss of the whole. 0 outside
     `limited_experts`.
@@ -158,7 +161,8 @@ class Block(GradientCheckpointingLayer):
 
 
 class PostNormBlock(Block):
-    """The original Transformer and GPT-1: norm_1(x + attention x) = y; norm_2(y + mlp y). No norm follows the last block.
+    """The original Transformer and GPT-1: norm_1(x + attention x) = y; norm_2(y + mlp y). No norm follows the last
+    block.
     Source: Vaswani et al. 2017, section 3.1; Radford et al. 2018, section 4.1.
     """
 

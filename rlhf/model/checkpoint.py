@@ -196,8 +196,8 @@ def _read_licence(folder: Path, gguf: dict[str, str]) -> str | None:
 def load_whole(loader: Any, source: str, config: Any, new_head: bool = False, **keywords: Any) -> Any:
     """`loader.from_pretrained(source, …)`; the file must contain every weight of the model and no other.
 
-    config: as `read_config` gives it. new_head: weights outside the trunk's layers may be missing, since they will be trained, and
-    others are ignored.
+    config: as `read_config` gives it. new_head: weights outside the trunk's layers may be missing, since they will be
+    trained, and others are ignored.
     Raises: UserError if weights are missing, left over, of another shape, or not finite, or if a file cannot be read.
     """
     if "gguf_file" not in keywords:
@@ -257,8 +257,8 @@ def read_config(source: str, what: str, remedy: str, **more: Any) -> Any:
 
 def check_weights(what: str, config: Any, files: Iterable[Path]) -> None:
     """By the weights' headers, before anything is allocated.
-    Raises: UserError for complex or integer weights, which a cast to float32 would change silently, and for files too small for
-    the sizes in the configuration.
+    Raises: UserError for complex or integer weights, which a cast to float32 would change silently, and for files too
+    small for the sizes in the configuration.
     """
     with reading(f"{what}: not readable weights", "restore them"):
         tensors = stored_tensors(files)

@@ -1,5 +1,5 @@
-"""Any transformers text classifier (`AutoModelForSequenceClassification`) with one label as reward model: with its own tokenizer it reads
-text, not the policy's tokens.
+"""Any transformers text classifier (`AutoModelForSequenceClassification`) with one label as reward model: with its own
+tokenizer it reads text, not the policy's tokens.
 """
 
 import inspect
@@ -50,8 +50,8 @@ class TextRow:
 class TextEncoder:
     """Makes rows of at most `limit` tokens with any transformers tokenizer.
 
-    always_ends: the dialogue is one text, and has its closing token even if the response was cut off. Encoder-decoders read their score
-    there, and want as many end tokens in each row.
+    always_ends: the dialogue is one text, and has its closing token even if the response was cut off. Encoder-decoders
+    read their score there, and want as many end tokens in each row.
     """
 
     def __init__(self, tokenizer: Any, limit: float = math.inf, always_ends: bool = False):
@@ -70,8 +70,9 @@ class TextEncoder:
         most: float = math.inf,
         counts: Counter[str] | None = None,
     ) -> TextRow:
-        """One row. If it exceeds the limit or `most`, the oldest turns are dropped, then the beginning of the last one; a response
-        that leaves the prompt less than a quarter of the room is cut at its end instead, and then has no closing token.
+        """One row. If it exceeds the limit or `most`, the oldest turns are dropped, then the beginning of the last one;
+        a response that leaves the prompt less than a quarter of the room is cut at its end instead, and then has no
+        closing token.
         counts: counts cut_rows. Raises: UserError if the chat template refuses the dialogue.
         """
         messages, limit = list(prompt), min(most, self.limit)
@@ -154,8 +155,9 @@ class TextRewardModel(nn.Module):
 
     @classmethod
     def from_base(cls, source: str) -> "TextRewardModel":
-        """A classifier to train: a folder or hub name, whose scalar head is new unless it has one. A tokenizer without its own pad token
-        gets one, so that the end token can be read. Raises: UserError if it cannot be read or model and tokenizer do not fit.
+        """A classifier to train: a folder or hub name, whose scalar head is new unless it has one. A tokenizer without
+        its own pad token gets one, so that the end token can be read. Raises: UserError if it cannot be read or model
+        and tokenizer do not fit.
         """
         config, tokenizer = _read_config(source)
         bare = tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id

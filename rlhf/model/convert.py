@@ -1,5 +1,5 @@
-"""Models leave: weights to and from transformers' architectures, and folders that plain transformers loads, of policies and of
-reward models."""
+"""Models leave: weights to and from transformers' architectures, and folders that plain transformers loads, of policies
+and of reward models."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -137,9 +137,11 @@ def _finished(model: Any, like: PreTrainedModel) -> Any:
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str | PathLike) -> str:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with a generation configuration that has every end token.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with a generation configuration that has every
+    end token.
 
-    Returns the form of a model of ours, see `find_form`, of which "rlhf" loads only after `import rlhf.model`; else the architecture.
+    Returns the form of a model of ours, see `find_form`, of which "rlhf" loads only after `import rlhf.model`; else the
+    architecture.
     """
     converted: Any = copy.copy(model)
     form = find_form(model.config) if lm(model).native else model.config.model_type
@@ -160,11 +162,11 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: str 
 
 
 def export_reward(model: Any, tokenizer: Any, out: str | PathLike) -> tuple[str, float]:
-    """Write a reward model as `AutoModelForSequenceClassification` with one label, with its tokenizer; returns (class, offset), with
-    score = logit + offset: gain and shift go into the weights, but without a bias not this constant.
+    """Write a reward model as `AutoModelForSequenceClassification` with one label, with its tokenizer; returns (class,
+    offset), with score = logit + offset: gain and shift go into the weights, but without a bias not this constant.
 
-    Its head reads the last token that is not the pad token. tokenizer: the policy's. Raises: UserError for a model that no public class
-    expresses.
+    Its head reads the last token that is not the pad token. tokenizer: the policy's. Raises: UserError for a model that
+    no public class expresses.
     """
     if model.reads_text:
         result, tokenizer = copy.deepcopy(model.network), model.tokenizer

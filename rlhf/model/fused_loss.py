@@ -24,8 +24,8 @@ def is_plain(head: nn.Module) -> bool:
 
 
 class NextToken(nn.Module):
-    """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / denominator of any causal language model, as a module that an
-    engine can train; of our GPT in pretraining with the balance loss of its experts.
+    """-sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / denominator of any causal language model, as a module
+    that an engine can train; of our GPT in pretraining with the balance loss of its experts.
 
     In half precision the logits of a plain unembedding are not rounded.
     """
@@ -62,10 +62,10 @@ def summed_nats(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
 class MaskedToken(nn.Module):
     """The losses of an encoder in pretraining, as a module that an engine can train.
 
-    L = -sum over labels != -100 of log P(label_t | all tokens of the masked row), and logits of whether the row's halves belong
-    together, if `pairs`: W h + b of its last token. Source: Devlin et al. 2018, section 3.1.
-    Differs: no layer and no bias between the last hidden state and the tied unembedding; the pair is read at the last token,
-    where classifiers read, not at the first one through tanh.
+    L = -sum over labels != -100 of log P(label_t | all tokens of the masked row), and logits of whether the row's
+    halves belong together, if `pairs`: W h + b of its last token. Source: Devlin et al. 2018, section 3.1.
+    Differs: no layer and no bias between the last hidden state and the tied unembedding; the pair is read at the last
+    token, where classifiers read, not at the first one through tanh.
     """
 
     def __init__(self, model: Any, pairs: bool):
@@ -83,8 +83,9 @@ class MaskedToken(nn.Module):
 
 
 def mask_tokens(tokens: Tensor, ordinary: Tensor, mask: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(masked tokens, labels), both (B, T), of tokens (B, T) int64 on the CPU: 15% of the ordinary tokens are chosen, at least one per row;
-    of these 80% become `mask`, 10% a random ordinary token, and 10% stay. Labels are -100 elsewhere.
+    """(masked tokens, labels), both (B, T), of tokens (B, T) int64 on the CPU: 15% of the ordinary tokens are chosen,
+    at least one per row; of these 80% become `mask`, 10% a random ordinary token, and 10% stay. Labels are -100
+    elsewhere.
 
     ordinary (V,) bool: the tokens that are not special. Source: Devlin et al. 2018, section 3.1, task 1.
     """
@@ -98,8 +99,9 @@ def mask_tokens(tokens: Tensor, ordinary: Tensor, mask: int, generator: torch.Ge
 
 
 def pair_halves(tokens: Tensor, others: Tensor | None, end: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(rows (B, T), labels (B,)): the halves of tokens (B, T), each with `end` as its last token; label 1 if they are as in the
-    text, 0 in half of the rows, whose halves change places or, with `others` (B, T), whose second half is that of another text.
+    """(rows (B, T), labels (B,)): the halves of tokens (B, T), each with `end` as its last token; label 1 if they are
+    as in the text, 0 in half of the rows, whose halves change places or, with `others` (B, T), whose second half is
+    that of another text.
 
     Source: Devlin et al. 2018, section 3.1, task 2 (next sentence); Lan et al. 2019, section 3.1 (order).
     Differs: segments are the halves of a packed block, so that no token is padding, and not of one document.
@@ -125,8 +127,8 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (N,) float32 of `tokens` (N,) after hidden states (N, D), and the entropies; see `unembedded_logprobs`.
 
-    model: a causal language model; if its logits are its "own", `hidden` are they (N, V). Without a plain product logits are
-    computed in chunks, and again for the backward pass.
+    model: a causal language model; if its logits are its "own", `hidden` are they (N, V). Without a plain product
+    logits are computed in chunks, and again for the backward pass.
     """
     known = lm(model)
     head: Any = None if known.logits_are == "own" else model.get_output_embeddings()
@@ -173,8 +175,9 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (B, A) float32 of the response tokens, 0 outside the mask, and their full-softmax entropy.
 
-    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made. hidden: the hidden
-    states (N, D) before the tokens in mask (B, A), if already computed; before: `before_responses`, likewise.
+    Only response positions go through the last block's MLP and the unembedding, so no logits (B, T, V) are made.
+    hidden: the hidden states (N, D) before the tokens in mask (B, A), if already computed; before: `before_responses`,
+    likewise.
     """
     before = before_responses(prompt_lengths, tokens.shape[1], mask) if before is None else before
     chosen, model = tokens.flatten()[before + 1], lm(policy)

@@ -2,7 +2,8 @@
 
 One model assembled from configuration: h_0 = W_e[u] (+ W_p[position]); h_l = block(h_{l-1}); P(u) =
 softmax(norm(h_n) W_e^T). Its parts: attention.py, blocks.py.
-Source: Radford et al. 2018, equation 2, and 2019, section 2.3 (pre-norm, scaled init); Zhang and Sennrich 2019 (RMSNorm).
+Source: Radford et al. 2018, equation 2, and 2019, section 2.3 (pre-norm, scaled init); Zhang and Sennrich 2019
+(RMSNorm).
 """
 
 import math
@@ -54,8 +55,8 @@ class GPTPreTrainedModel(PreTrainedModel):
         return torch.stack([*(select(x, at) for x in output.hidden_states[:-1]), output.last_hidden_state])
 
     def _read(self, tokens: Tensor, kept: Tensor, **more: Any) -> tuple[Any, Tensor]:
-        """The trunk's output, and the places of `kept` in its rows, which are joined on a CPU if that saves time. On a GPU joining
-        would wait for the tokens, and its mask rules out flash attention.
+        """The trunk's output, and the places of `kept` in its rows, which are joined on a CPU if that saves time. On a
+        GPU joining would wait for the tokens, and its mask rules out flash attention.
         """
         trunk: Any = self.base_model
         # a window counts distances within the row
@@ -70,8 +71,8 @@ class GPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """N(0, initializer_range); where norms precede the sums, projections that write to the residual stream are scaled by
-        1/sqrt(2 n_layer) (Radford et al. 2019, section 2.3; not Radford et al. 2018).
+        """N(0, initializer_range); where norms precede the sums, projections that write to the residual stream are
+        scaled by 1/sqrt(2 n_layer) (Radford et al. 2019, section 2.3; not Radford et al. 2018).
         """
         if isinstance(module, nn.Linear | nn.Embedding):
             scaled = isinstance(module, ResidualLinear) and self.config.block != "post"
@@ -131,11 +132,11 @@ class GPTModel(GPTPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Hidden states (B, T, D) of token ids (B, T), or (N, D) of the tokens in `kept`.
 
-        kept (N,) int64: row * T + position of each token whose last hidden state is needed; for the others the last block
-        computes only keys and values. attention_mask (B, past + T), 1 = real token, padding on either side; without
-        position_ids, positions count the real tokens. Where position_ids restart within a row (0, or lower than before), a new
-        example begins, which does not see the earlier ones. Right padding needs no mask, since no real token comes after it; an encoder
-        takes pad tokens as padding unless one of the two is given.
+        kept (N,) int64: row * T + position of each token whose last hidden state is needed; for the others the last
+        block computes only keys and values. attention_mask (B, past + T), 1 = real token, padding on either side;
+        without position_ids, positions count the real tokens. Where position_ids restart within a row (0, or lower than
+        before), a new example begins, which does not see the earlier ones. Right padding needs no mask, since no real
+        token comes after it; an encoder takes pad tokens as padding unless one of the two is given.
         """
         causal, pad = self.config.causal, self.config.pad_token_id
         if not causal and attention_mask is None and position_ids is None and input_ids is not None and pad is not None:
@@ -191,8 +192,8 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         """Logits (B, T, V), or of the last `logits_to_keep` positions; the loss if labels (B, T) are given.
 
         loss = -sum over labels != -100 of log P(label_{t+1} | u_{<=t}) / N, with N = num_items_in_batch if the
-        Trainer passes it, else the number of such labels. `NextToken` computes it without logits. The other arguments are
-        `GPTModel.forward`'s.
+        Trainer passes it, else the number of such labels. `NextToken` computes it without logits. The other arguments
+        are `GPTModel.forward`'s.
         """
         output = self.model(
             input_ids=input_ids,

@@ -25,12 +25,14 @@ class GPTConfig(GPTShape, PreTrainedConfig):
 
     `n_kv_head` None means `n_head`, `head_dim` None width / n_head, `qkv_bias` None `bias`, `mlp_width` None
     `default_mlp_width`; gelu is the tanh form, gelu_erf the exact one. `qk_norm` puts an RMS norm on each query and key
-    head. `rotary_share` of each head's pairs of channels turn; `rotary_scaling`: see `rlhf.model.attention.scale_frequencies`.
+    head. `rotary_share` of each head's pairs of channels turn; `rotary_scaling`: see
+    `rlhf.model.attention.scale_frequencies`.
     `attention`: causal, or bidirectional in an encoder, whose tokens attend to all. `block`: where the norms are, see
-    rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so many tokens, themselves included; None: all
-    layers to all. `experts`: the last of every `expert_every` layers have so many MLPs, see rlhf/model/blocks.py, which also says
-    what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the configuration fields of the architecture that the weights
-    came from, which these do not express; export writes them back.
+    rlhf/model/blocks.py. `window`: the last of every `window_every` layers attend to so many tokens, themselves
+    included; None: all layers to all. `experts`: the last of every `expert_every` layers have so many MLPs, see
+    rlhf/model/blocks.py, which also says what `expert_capacity` and `balance_coef` are; 0: one. `origin`: the
+    configuration fields of the architecture that the weights came from, which these do not express; export writes them
+    back.
     Raises: ValueError when widths, heads and kinds do not fit together; every problem is in the one message.
     """
 

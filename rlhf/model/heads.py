@@ -53,10 +53,12 @@ def fold(head: nn.Linear, gain: float, shift: float) -> float:
 
 
 class LayerMix(nn.Module):
-    """gamma sum_l softmax(s)_l h_l / rms(h_l) of hidden states h (L, N, D), in float32: which layers the head reads is learned.
+    """gamma sum_l softmax(s)_l h_l / rms(h_l) of hidden states h (L, N, D), in float32: which layers the head reads is
+    learned.
 
-    s starts at 0 and gamma at 1, so that it begins as the mean of the layers. Source: Peters et al. 2018 (ELMo), equation 1; a
-    norm before the mix, which helped "in some cases" there, is needed where norms precede the blocks: states grow from layer to layer.
+    s starts at 0 and gamma at 1, so that it begins as the mean of the layers. Source: Peters et al. 2018 (ELMo),
+    equation 1; a norm before the mix, which helped "in some cases" there, is needed where norms precede the blocks:
+    states grow from layer to layer.
     """
 
     def __init__(self, layers: int):
@@ -121,10 +123,11 @@ class RewardConfig(PreTrainedConfig):
 
 
 class RewardModel(PreTrainedModel):
-    """r = gain (w . h + b - shift), with h the trunk's hidden state at a token: of a reward model the last one of prompt + response, of
-    a critic (V) every one. A critic starts from the reward model with `fold_calibration`, on the scale of the scores.
-    Differs: with read_tokens above 1 the score is the mean over the last tokens. If no token ends a response, the last token
-    is in the middle of a sentence, and its state represents the next word rather than the response.
+    """r = gain (w . h + b - shift), with h the trunk's hidden state at a token: of a reward model the last one of
+    prompt + response, of a critic (V) every one. A critic starts from the reward model with `fold_calibration`, on the
+    scale of the scores.
+    Differs: with read_tokens above 1 the score is the mean over the last tokens. If no token ends a response, the last
+    token is in the middle of a sentence, and its state represents the next word rather than the response.
     Source: Ouyang et al. 2022, section 3.5 and appendix C.2; Ziegler et al. 2019, section 2.1 (head, gain and bias).
 
     A row is what a reward model reads of one prompt and response: token ids of the policy's tokenizer, or of its own.
@@ -152,7 +155,8 @@ class RewardModel(PreTrainedModel):
     def from_causal_lm(cls, source: PreTrainedModel, layers: int | str | None = None) -> "RewardModel":
         """A reward model on a copy of a causal LM's trunk, with a fresh head.
 
-        layers: how many of the trunk's first blocks are kept, or "mix", whose head reads a learned mix of all layers; None: all.
+        layers: how many of the trunk's first blocks are kept, or "mix", whose head reads a learned mix of all layers;
+        None: all.
         """
         trunk: Any = source.base_model
         config = first_blocks(trunk, layers) if isinstance(layers, int) else trunk.config
@@ -174,10 +178,11 @@ class RewardModel(PreTrainedModel):
         return model.eval()
 
     def forward(self, tokens: Tensor, lengths: Tensor, calibrated: bool = True, by_token: bool = False) -> Tensor:
-        """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,) and, with read_tokens, at those
-        before it.
+        """Scores (B,) float32 of right-padded tokens (B, T), read at token lengths - 1 (B,) and, with read_tokens, at
+        those before it.
 
-        by_token: the terms of the mean instead, (B, N): term j is that of token lengths - 1 - j, and they add up to the score.
+        by_token: the terms of the mean instead, (B, N): term j is that of token lengths - 1 - j, and they add up to the
+        score.
         """
         real, kept = self._read_places(tokens, lengths)
         values = self.values_at(tokens, kept, calibrated)
@@ -185,7 +190,8 @@ class RewardModel(PreTrainedModel):
         return terms if by_token else terms.sum(1)
 
     def features(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The head's input per response, (1, B, D) float32: the raw score is w . features + b. Arguments as of `forward`.
+        """The head's input per response, (1, B, D) float32: the raw score is w . features + b. Arguments as of
+        `forward`.
 
         With a mix the normed states of the layers that it mixes, (L, B, D).
         """
@@ -254,8 +260,8 @@ HEAD, RECORD = "label_head.safetensors", "label_head.json"  # next to the langua
 class LabelModel(nn.Module):
     """P(y | x) = softmax(h W_y), with h the last hidden state of the extract token.
 
-    With several rows per example (similarity) h is their sum; with `choices` each row has one score, and the softmax is over
-    an example's rows. Source: Radford et al. 2018, equations 3 to 5 and section 3.3.
+    With several rows per example (similarity) h is their sum; with `choices` each row has one score, and the softmax is
+    over an example's rows. Source: Radford et al. 2018, equations 3 to 5 and section 3.3.
     """
 
     def __init__(self, lm: Any, classes: list[str], choices: bool, dropout: float = 0.0):
@@ -268,9 +274,9 @@ class LabelModel(nn.Module):
     def forward(self, tokens: Tensor, lengths: Tensor, examples: int, with_lm: bool = False) -> tuple[Tensor, Tensor]:
         """Logits (N, C) float32 of N = `examples` with R / N rows each, and L1 (N,), which is 0 without `with_lm`.
 
-        tokens (R, T) right-padded, lengths (R,) of 2 or more. L1 is the mean over an example's rows of the mean over a row's tokens
-        after the first of -log P(u_i | u_<i), in nats. Differs: equations 1 and 5 sum over tokens; the paper's code takes the
-        mean, so that a long text does not outweigh its label.
+        tokens (R, T) right-padded, lengths (R,) of 2 or more. L1 is the mean over an example's rows of the mean over a
+        row's tokens after the first of -log P(u_i | u_<i), in nats. Differs: equations 1 and 5 sum over tokens; the
+        paper's code takes the mean, so that a long text does not outweigh its label.
         """
         last = torch.arange(len(tokens), device=tokens.device) * tokens.shape[1] + lengths - 1
         if with_lm:
@@ -303,7 +309,8 @@ class LabelModel(nn.Module):
 
 @torch.no_grad()
 def transfer(model: Any, layers: int | None) -> Any:
-    """The model with only its embeddings and first `layers` blocks, None: with nothing; the rest is freshly initialised.
+    """The model with only its embeddings and first `layers` blocks, None: with nothing; the rest is freshly
+    initialised.
     Raises: UserError for more layers than there are.
     """
     there = model.config.num_hidden_layers

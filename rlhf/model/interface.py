@@ -1,5 +1,5 @@
-"""What the rest of the package asks of a model, whatever its class: `lm(model)` of a causal language model, and of a reward model
-the methods of `RewardModel`, which TextRewardModel gives to any of transformers' classifiers.
+"""What the rest of the package asks of a model, whatever its class: `lm(model)` of a causal language model, and of a
+reward model the methods of `RewardModel`, which TextRewardModel gives to any of transformers' classifiers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,8 @@ class LanguageModel:
 
     @property
     def logits_are(self) -> str:
-        """ "product": the unembedding's with the last hidden states; "finished": `finish` of it; "own": by the model's forward alone.
+        """ "product": the unembedding's with the last hidden states; "finished": `finish` of it; "own": by the model's
+        forward alone.
 
         Measured once, with three tokens.
         """
@@ -112,8 +113,8 @@ class Episodes(NamedTuple):
 
 
 def scoring_groups(model: Any, lengths: Sequence[int], most: int) -> list[list[int]]:
-    """`by_length` for forwards without gradients, of at most `most` rows. Under ZeRO-3, whose forwards gather weights, every rank must
-    call the model equally often: the last group is repeated.
+    """`by_length` for forwards without gradients, of at most `most` rows. Under ZeRO-3, whose forwards gather weights,
+    every rank must call the model equally often: the last group is repeated.
     """
     groups = by_length(lengths, most, scoring_tokens(model))
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -123,8 +124,8 @@ def scoring_groups(model: Any, lengths: Sequence[int], most: int) -> list[list[i
 
 @torch.no_grad()
 def score(model: Any, rows: Sequence[Any], **how: Any) -> Tensor:
-    """Scores (B,) float32 on the CPU of rows, in groups of similar length, or what else the forward returns by `how`. model: of rewards,
-    bare or inside an engine.
+    """Scores (B,) float32 on the CPU of rows, in groups of similar length, or what else the forward returns by `how`.
+    model: of rewards, bare or inside an engine.
     """
     bare, scores = unwrapped(model), dict[int, Tensor]()
     device = next(bare.parameters()).device

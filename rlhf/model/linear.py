@@ -1,5 +1,6 @@
-"""Linear layers that use the faster of torch's matrix libraries, linear layers that stay in float32, frozen models under
-autocast, whose weights of linear layers are cast once instead of at every call, and weights with their adapters added.
+"""Linear layers that use the faster of torch's matrix libraries, linear layers that stay in float32, frozen models
+under autocast, whose weights of linear layers are cast once instead of at every call, and weights with their adapters
+added.
 """
 
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ class Float32Linear(nn.Linear):
 
 
 def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
-    """A model that is not trained, on its device; for `inference` in bfloat16 with the weights of its linear layers in it. No result
-    changes: embeddings, norms and scalar heads keep their precision.
+    """A model that is not trained, on its device; for `inference` in bfloat16 with the weights of its linear layers in
+    it. No result changes: embeddings, norms and scalar heads keep their precision.
     """
     model.requires_grad_(False).to(device)
     if wants_bfloat16(config, device):
@@ -46,7 +47,8 @@ def hold_frozen(config: Config, model: Any, device: torch.device) -> Any:
 
 
 def round_frozen(model: nn.Module) -> None:
-    """Hold the frozen weights of a model's linear layers in bfloat16, to which autocast would cast them at every forward.
+    """Hold the frozen weights of a model's linear layers in bfloat16, to which autocast would cast them at every
+    forward.
 
     On a CPU, where keeping both would take more memory, weights that would lose something stay in float32.
     """
@@ -58,8 +60,8 @@ def round_frozen(model: nn.Module) -> None:
 
 @torch.no_grad()
 def hold_rounded(p: Any, keep: bool = True) -> None:
-    """Hold a weight in bfloat16. A merged model is written from its `exact`: the float32 weight in the host's memory, or None if
-    rounding lost nothing, or without `keep`.
+    """Hold a weight in bfloat16. A merged model is written from its `exact`: the float32 weight in the host's memory,
+    or None if rounding lost nothing, or without `keep`.
     """
     rounded = p.data.to(torch.bfloat16)
     p.exact = p.data.cpu() if keep and not rounded.float().equal(p.data) else None
@@ -77,8 +79,8 @@ def exact_weight(p: Tensor) -> Tensor:
 def products_cast(model: nn.Module) -> Iterator[None]:
     """A context in which the weights of linear layers are already cast for autocast, if it is on; no result changes.
 
-    Autocast caches casts only of weights that need gradients; those under adapters it would cast at every token. The weights
-    must not change meanwhile.
+    Autocast caches casts only of weights that need gradients; those under adapters it would cast at every token. The
+    weights must not change meanwhile.
     """
     kept = [(p, p.data) for p in product_weights(model) if p.dtype == torch.float32]
     try:
@@ -106,7 +108,8 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def merged(model: nn.Module, state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """A model's whole weights with its adapters added, one by one, under the names of the model without adapters.
 
-    W + alpha / rank B A, for each active set of adapters. Each W is removed from `state`, so that memory never contains both.
+    W + alpha / rank B A, for each active set of adapters. Each W is removed from `state`, so that memory never contains
+    both.
     """
     layers: dict[str, Any] = dict(adapted_layers(model))
     for name in [name for name in state if ".lora_" not in name]:

@@ -22,11 +22,12 @@ def gae(
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  R_t = A_t + V_t
 
-    V_t is the value before token t is chosen. After a row's last masked token A is 0, and V is 0 (a response without an end token
-    is over too) unless last_values (B,) gives it.
+    V_t is the value before token t is chosen. After a row's last masked token A is 0, and V is 0 (a response without an
+    end token is over too) unless last_values (B,) gives it.
 
     rewards, values (B, T) float; mask (B, T) bool, one unbroken run of True per row, anywhere, or none. Returns
-    advantages and returns (B, T), at least float32, 0 where mask is False, without a graph. Raises ValueError for a hole in mask.
+    advantages and returns (B, T), at least float32, 0 where mask is False, without a graph. Raises ValueError for a
+    hole in mask.
     Source: Schulman et al. 2016, eq. 16; Schulman et al. 2017, eq. 11 and 12 (the sum cut at the episode's end).
     """
     check_mask("gae", mask, rewards=rewards, values=values)
@@ -92,13 +93,14 @@ def compute_advantages(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of response tokens, by name.
 
-    reinforce: A_t = R_t = sum_{l >= t} gamma^(l - t) r_l, the reward-to-go, which is GAE with values 0 and lam 1 (Williams 1992).
-    rloo, grpo: A_t = A_i for every token of response i, from the sum of its token rewards, `group_size` responses to a prompt;
-    values, gamma and lam are not used, and the returns are the response's reward.
+    reinforce: A_t = R_t = sum_{l >= t} gamma^(l - t) r_l, the reward-to-go, which is GAE with values 0 and lam 1
+    (Williams 1992).
+    rloo, grpo: A_t = A_i for every token of response i, from the sum of its token rewards, `group_size` responses to a
+    prompt; values, gamma and lam are not used, and the returns are the response's reward.
 
     rewards, values (B, T) float, mask (B, T) bool. Both results are 0 where mask is False, without a graph.
-    Differs: RLOO's policy gradient and GRPO's surrogate are averaged over the tokens of the whole batch here, as PPO's is, rather
-    than over sequences (RLOO) or first within each sequence (GRPO).
+    Differs: RLOO's policy gradient and GRPO's surrogate are averaged over the tokens of the whole batch here, as PPO's
+    is, rather than over sequences (RLOO) or first within each sequence (GRPO).
     """
     if name == "gae":
         return gae(rewards, values, mask, gamma=gamma, lam=lam)

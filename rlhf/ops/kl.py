@@ -13,8 +13,8 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
 
     d = logp - logp_ref;  k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d
 
-    k1 and k3 are unbiased, k2 is not; k2 and k3 are never negative. logp, logp_ref of one shape, float, nats; returns that shape,
-    nats, at least float32. Summed over a sequence's tokens, k1 estimates the KL per sequence.
+    k1 and k3 are unbiased, k2 is not; k2 and k3 are never negative. logp, logp_ref of one shape, float, nats; returns
+    that shape, nats, at least float32. Summed over a sequence's tokens, k1 estimates the KL per sequence.
     Source: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Ziegler et al. 2019, eq. 2 (k1 in the reward).
     """
     d = upcast(logp) - upcast(logp_ref)
@@ -30,15 +30,16 @@ def kl_estimate(logp: Tensor, logp_ref: Tensor, kind: str = "k1") -> Tensor:
 def kl_loss(
     logp: Tensor, logp_old: Tensor, logp_ref: Tensor, mask: Tensor, denominator: float | Tensor | None = None
 ) -> Tensor:
-    """A loss whose gradient is, in expectation, that of KL(policy || reference) of the next token after each sampled prefix.
+    """A loss whose gradient is, in expectation, that of KL(policy || reference) of the next token after each sampled
+    prefix.
 
     sum rho k2 / denominator        rho = exp(logp - logp_old), without a gradient;  k2 = (logp - logp_ref)^2 / 2
 
-    The gradient of k2 is (logp - logp_ref) grad logp, whose expectation over the policy's tokens is the KL's; rho makes it one over
-    the policy's when the tokens are those of logp_old. The gradient of k3 alone is not the KL's.
+    The gradient of k2 is (logp - logp_ref) grad logp, whose expectation over the policy's tokens is the KL's; rho makes
+    it one over the policy's when the tokens are those of logp_old. The gradient of k3 alone is not the KL's.
 
-    logp, logp_old, logp_ref of one shape, nats; mask bool; denominator: the tokens of the whole minibatch, those of mask
-    unless given. Gradients flow only into logp.
+    logp, logp_old, logp_ref of one shape, nats; mask bool; denominator: the tokens of the whole minibatch, those of
+    mask unless given. Gradients flow only into logp.
     Source: "A Comedy of Estimators" (arXiv 2512.21852), which compares k1, k2 and k3 in rewards and losses.
     """
     check_mask("kl_loss", mask, logp=logp, logp_old=logp_old, logp_ref=logp_ref)

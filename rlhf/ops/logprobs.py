@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen tokens, the entropy of a distribution, and the losses of knowledge distillation, from logits.
+"""Log-probabilities of chosen tokens, the entropy of a distribution, and the losses of knowledge distillation, from
+logits.
 
 Logits and tokens come aligned: logits[..., t, :] is the distribution from which tokens[..., t] was drawn, so a caller
 with a whole sequence passes logits[:, :-1] and tokens[:, 1:]. There is no temperature.
@@ -15,8 +16,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
     token_logprobs[...] = logits[..., tokens] - log sum_v exp(logits[..., v])
 
-    logits (…, V) of any float type, tokens (…) int64; returns (…) float32 (float64 for float64 logits). Half-precision logits are
-    raised to float32 before the sum. No log-softmax of size (…, V) is made: float32 logits are what the backward pass keeps.
+    logits (…, V) of any float type, tokens (…) int64; returns (…) float32 (float64 for float64 logits). Half-precision
+    logits are raised to float32 before the sum. No log-softmax of size (…, V) is made: float32 logits are what the
+    backward pass keeps.
     Source: Radford et al. 2018, section 3.1 (the summand of eq. 1).
     """
     if tokens.shape != logits.shape[:-1]:
@@ -44,10 +46,11 @@ def entropy(logits: Tensor) -> Tensor:
 def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """T^2 times the cross-entropy of the student under the teacher, and the KL between them, both at temperature T.
 
-    p = softmax(teacher_logits / T);  q = softmax(logits / T);  ce = -T^2 sum_v p_v log q_v;  kl = sum_v p_v log(p_v / q_v)
+    p = softmax(teacher_logits / T);  q = softmax(logits / T);  ce = -T^2 sum_v p_v log q_v;  kl = sum_v p_v log(p_v /
+    q_v)
 
-    logits, teacher_logits (…, V) of any float type; returns (…) float32 (float64 for float64 logits), in nats. T^2 keeps the
-    size of the gradient at any T. The teacher gets no gradient, and the KL gives none.
+    logits, teacher_logits (…, V) of any float type; returns (…) float32 (float64 for float64 logits), in nats. T^2
+    keeps the size of the gradient at any T. The teacher gets no gradient, and the KL gives none.
     Source: Hinton et al. 2015, section 2; Sanh et al. 2019, section 2.
     """
     logq = F.log_softmax(upcast(logits) / temperature, -1)

@@ -27,8 +27,8 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | Tensor | None = No
 
     masked_mean = sum(x where mask) / denominator        denominator: the number of True unless given
 
-    With the global count, the results of the parts of a batch add up to the mean of the whole. x and mask of one shape, mask
-    bool; returns a scalar, at least float32.
+    With the global count, the results of the parts of a batch add up to the mean of the whole. x and mask of one shape,
+    mask bool; returns a scalar, at least float32.
     """
     return masked_sum(x, mask) / resolve_denominator("masked_mean", mask.sum(), denominator, "True in mask")
 

@@ -17,7 +17,8 @@ CAP = 2.0  # on importance weights of sampled tokens
 def apply_missing_eos(scores: Tensor, ended: Tensor, missing_eos_score: float, rule: str = "min") -> Tensor:
     """Lower the score of every response that has no end token.
 
-    score := min(score, missing_eos_score)  (rule "min")  or  missing_eos_score  (rule "replace")  or  score  (rule "none")
+    score := min(score, missing_eos_score)  (rule "min")  or  missing_eos_score  (rule "replace")  or  score  (rule
+    "none")
 
     scores (B,) float, calibrated; ended (B,) bool, True if the response has its end token; returns (B,).
     Source: Ziegler et al. 2019, released code: a fixed score for a sample without its end (rule "replace").
@@ -36,8 +37,8 @@ def sampler_weights(logp_old: Tensor, logp_sampled: Tensor, mask: Tensor, kind: 
 
     truncate: min(rho_t, 2)   mask: 1 if 1/2 <= prod_t rho_t <= 2 over the response, else 0   none: 1
 
-    logp_old, logp_sampled (B, T) nats, of the trainer's policy and of the engine; mask (B, T) bool, the response tokens. Returns
-    (B, T) float32, 0 where mask is False. A masked response still counts in the loss's denominator.
+    logp_old, logp_sampled (B, T) nats, of the trainer's policy and of the engine; mask (B, T) bool, the response
+    tokens. Returns (B, T) float32, 0 where mask is False. A masked response still counts in the loss's denominator.
     Source: Ionides 2008, "Truncated importance sampling", with the cap of 2 that RL libraries use for vLLM's mismatch.
     """
     check_mask("sampler_weights", mask, logp_old=logp_old, logp_sampled=logp_sampled)
@@ -63,11 +64,12 @@ def token_rewards(
 
     r_t = s_t - kl_coef * (logp_old_t - logp_ref_t);   r_last += score - sum_t s_t        last = the last response token
 
-    scores (B,) float; logp_old, logp_ref (B, T) nats; mask (B, T) bool, the response tokens, end token included; token_scores s (B, T),
-    the part of the score that each token earns, 0 if not given: a row's sum does not depend on it. Returns (B, T), at least float32, 0
-    where mask is False. A row without a response token raises ValueError, since its score has no place.
-    Source: Ouyang et al. 2022, eq. 2 (without the pretraining term), spread over tokens as in Ziegler et al. 2019. token_scores: as
-    in Chan et al. 2024 ("Dense Reward for Free in RLHF"), who divide a score by attention weights.
+    scores (B,) float; logp_old, logp_ref (B, T) nats; mask (B, T) bool, the response tokens, end token included;
+    token_scores s (B, T), the part of the score that each token earns, 0 if not given: a row's sum does not depend on
+    it. Returns (B, T), at least float32, 0 where mask is False. A row without a response token raises ValueError, since
+    its score has no place.
+    Source: Ouyang et al. 2022, eq. 2 (without the pretraining term), spread over tokens as in Ziegler et al. 2019.
+    token_scores: as in Chan et al. 2024 ("Dense Reward for Free in RLHF"), who divide a score by attention weights.
     """
     parts = torch.zeros_like(logp_old) if token_scores is None else token_scores
     check_mask("token_rewards", mask, logp_old=logp_old, logp_ref=logp_ref, token_scores=parts)
@@ -96,13 +98,14 @@ def policy_loss(
     rho = exp(logp - logp_old)
     loss = sum max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range_high)) / denominator        sum where mask
 
-    clip_range_high: clip_range unless given; a larger one lets unlikely tokens gain more. denominator: the response tokens of the
-    GLOBAL minibatch; those of this call unless given. All tensors of one shape, usually (B, T); logp, logp_old in nats; mask bool.
-    Gradients flow only into logp. With clip_range infinity nothing is clipped: the policy gradient weighted by rho.
+    clip_range_high: clip_range unless given; a larger one lets unlikely tokens gain more. denominator: the response
+    tokens of the GLOBAL minibatch; those of this call unless given. All tensors of one shape, usually (B, T); logp,
+    logp_old in nats; mask bool. Gradients flow only into logp. With clip_range infinity nothing is clipped: the policy
+    gradient weighted by rho.
 
-    Returns the scalar loss and statistics over the same denominator, so that those of the parts of a minibatch add up: `loss`,
-    `approxkl` (0.5 mean (logp - logp_old)^2, nats), `clipfrac` (share of tokens at which the clipped term is the larger, so that
-    no gradient flows); and `ratio_max`, of which the largest counts (0 without any token).
+    Returns the scalar loss and statistics over the same denominator, so that those of the parts of a minibatch add up:
+    `loss`, `approxkl` (0.5 mean (logp - logp_old)^2, nats), `clipfrac` (share of tokens at which the clipped term is
+    the larger, so that no gradient flows); and `ratio_max`, of which the largest counts (0 without any token).
     Source: Schulman et al. 2017, eq. 7; clip_range_high: Yu et al. 2025 (DAPO), section 3.1.
     Differs: the mean is over tokens rather than time steps of an actor, and its count can span micro-batches and ranks.
     """
@@ -139,9 +142,9 @@ def value_loss(
     clipped = clip(V, V_old - clip_range, V_old + clip_range)
     loss = 1/2 sum max((V - R)^2, (clipped - R)^2) / denominator        sum where mask
 
-    denominator as in policy_loss; clip_range: infinity clips nothing. All tensors of one shape, mask bool, values and returns in
-    units of the score. Gradients flow only into values. Returns the scalar loss and statistics over the same denominator: `loss`,
-    and `clipfrac` (share of tokens at which the clipped error is the larger).
+    denominator as in policy_loss; clip_range: infinity clips nothing. All tensors of one shape, mask bool, values and
+    returns in units of the score. Gradients flow only into values. Returns the scalar loss and statistics over the same
+    denominator: `loss`, and `clipfrac` (share of tokens at which the clipped error is the larger).
     Source: Schulman et al. 2017, eq. 9 (the squared error); Ziegler et al. 2019, released code (clipping, the half).
     """
     check_mask("value_loss", mask, values=values, values_old=values_old, returns=returns)

@@ -35,20 +35,22 @@ def ranking_loss(
     loss_n = sum_ij w_nij * -log sigmoid(m_ij) / sum_ij w_nij
     loss   = sum_n loss_n / denominator        denominator: the prompts that have a pair, unless given
 
-    label_smoothing eps, the share of judgements that are taken as wrong: -(1 - eps) log sigmoid(m_ij) - eps log sigmoid(-m_ij).
+    label_smoothing eps, the share of judgements that are taken as wrong: -(1 - eps) log sigmoid(m_ij) - eps log
+    sigmoid(-m_ij).
     target: (m_ij - target)^2 in place of the logarithm.
 
-    A prompt without a pair adds nothing and is not counted. With the global number of prompts that have a pair as `denominator`,
-    the losses of the parts of a batch add up to that of the whole.
+    A prompt without a pair adds nothing and is not counted. With the global number of prompts that have a pair as
+    `denominator`, the losses of the parts of a batch add up to that of the whole.
 
-    scores (N, K) in any float type, pair_weights (N, K, K), 0 or more, diagonal 0; the score of an absent answer (no weight) is
-    never read. Returns the scalar loss in nats and statistics, in which a pair counts by its weight (one per labeler): sums to
-    reduce over batches and ranks `prompts`, `loss_sum`, `pairs`, `pairs_correct` (equal scores count half), `margin_sum` (of
-    scores_ni - scores_nj); ready for this call `loss`, `accuracy`, `margin` (the last two NaN if a part of a batch has no pair).
-    Source: Ouyang et al. 2022, eq. 1; label_smoothing: Mitchell 2023 ("A note on DPO with noisy preferences"), eq. 3; target:
-    Azar et al. 2023 (IPO), eq. 17.
-    Differs: divides by the prompt's own number of pairs instead of C(K, 2), so that ties, K that varies, and several labelers (whose
-    weights add) leave each prompt with weight 1.
+    scores (N, K) in any float type, pair_weights (N, K, K), 0 or more, diagonal 0; the score of an absent answer (no
+    weight) is never read. Returns the scalar loss in nats and statistics, in which a pair counts by its weight (one per
+    labeler): sums to reduce over batches and ranks `prompts`, `loss_sum`, `pairs`, `pairs_correct` (equal scores count
+    half), `margin_sum` (of scores_ni - scores_nj); ready for this call `loss`, `accuracy`, `margin` (the last two NaN
+    if a part of a batch has no pair).
+    Source: Ouyang et al. 2022, eq. 1; label_smoothing: Mitchell 2023 ("A note on DPO with noisy preferences"), eq. 3;
+    target: Azar et al. 2023 (IPO), eq. 17.
+    Differs: divides by the prompt's own number of pairs instead of C(K, 2), so that ties, K that varies, and several
+    labelers (whose weights add) leave each prompt with weight 1.
     """
     scores = upcast(scores)
     weights = pair_weights.to(scores.dtype)

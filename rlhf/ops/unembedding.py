@@ -1,4 +1,5 @@
-"""Log-probabilities, entropies and cross-entropies from hidden states and the unembedding, without a copy of the logits.
+"""Log-probabilities, entropies and cross-entropies from hidden states and the unembedding, without a copy of the
+logits.
 
 The results of `logprobs.token_logprobs` and `logprobs.entropy` for logits = hidden weight^T, computed in chunks of rows
 that fit the processor's cache.
@@ -28,8 +29,8 @@ def unembedding_factor(weight: Tensor) -> Tensor:
 def unembed(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits (N, V) float32 = hidden weight^T of hidden (N, D) and an `unembedding_factor` (V, D).
 
-    The sums are not rounded to bfloat16 even for bfloat16 factors: a rounded logit near 100 is off by up to 0.25 nats. No
-    gradient.
+    The sums are not rounded to bfloat16 even for bfloat16 factors: a rounded logit near 100 is off by up to 0.25 nats.
+    No gradient.
     """
     if weight.dtype.itemsize < 4:  # on a GPU: see `unembedding_factor`
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -43,8 +44,8 @@ def unembedded_logprobs(
 
     logits = hidden weight^T;  logp[i] = logits[i, tokens[i]] - log sum_v exp(logits[i, v])
 
-    hidden (N, D), weight (V, D), tokens (N,) int64. Returns (N,) float32, twice, or None for the entropy. Gradients flow
-    from the log-probabilities to hidden and weight, and from the entropy only with entropy_gradient.
+    hidden (N, D), weight (V, D), tokens (N,) int64. Returns (N,) float32, twice, or None for the entropy. Gradients
+    flow from the log-probabilities to hidden and weight, and from the entropy only with entropy_gradient.
     Source: Radford et al. 2018, section 3.1; Shannon 1948, section 6.
     """
     if not (with_entropy and entropy_gradient):
@@ -66,8 +67,8 @@ def unembedded_logprobs(
 class _Unembedding(torch.autograd.Function):
     """d logp_i / d logits_i = onehot(token_i) - p_i: the backward pass needs p alone, and reads it in two products.
 
-    In half precision p - onehot is kept and multiplied, because rounding p = 0.998 would lose 1 - p. In float32 p itself is
-    kept, and the one-hot part is added to the products.
+    In half precision p - onehot is kept and multiplied, because rounding p = 0.998 would lose 1 - p. In float32 p
+    itself is kept, and the one-hot part is added to the products.
     """
 
     @staticmethod
@@ -119,8 +120,8 @@ class _Unembedding(torch.autograd.Function):
 def unembedded_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """-sum_i log softmax(hidden weight^T)[i, labels[i]], a float32 scalar in nats.
 
-    hidden (N, D), weight (V, D), labels (N,) int64. The forward pass does the backward's work: only the gradients of hidden
-    and weight outlive a chunk, so that nothing of the size (N, V) is ever made.
+    hidden (N, D), weight (V, D), labels (N,) int64. The forward pass does the backward's work: only the gradients of
+    hidden and weight outlive a chunk, so that nothing of the size (N, V) is ever made.
     """
     return _CrossEntropy.apply(hidden, weight, labels)
 
@@ -180,8 +181,8 @@ def _less_tokens(p: Tensor, kind: torch.dtype, tokens: Tensor) -> Tensor:
 def _less_one_hot(p: Tensor, tokens: Tensor) -> Tensor:
     """p - onehot of p (N, V), in place: the token's entry is minus the sum of the others.
 
-    1 - p for p near 1 would be mostly rounding error: even in float32 a softmax over thousands of tokens has 1 - p = 1e-4 only
-    to a few percent.
+    1 - p for p near 1 would be mostly rounding error: even in float32 a softmax over thousands of tokens has 1 - p =
+    1e-4 only to a few percent.
     """
     p.scatter_(-1, tokens[:, None], 0.0)
     return p.scatter_(-1, tokens[:, None], -p.sum(-1, keepdim=True, dtype=torch.float32).to(p.dtype))

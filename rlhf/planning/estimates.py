@@ -173,7 +173,8 @@ def room(config: PlanConfig) -> float:
 def fewest_gpus(config: PlanConfig) -> int | None:
     """The least number of GPUs on which every stage fits; None if MAX_GPUS are too few.
 
-    Two GPUs can need more memory per GPU than one (communication buffers); from two on, more GPUs never need more per GPU.
+    Two GPUs can need more memory per GPU than one (communication buffers); from two on, more GPUs never need more per
+    GPU.
     """
 
     def fits(gpus: int) -> bool:
@@ -184,8 +185,8 @@ def fewest_gpus(config: PlanConfig) -> int | None:
 
 
 def suggest(config: PlanConfig) -> list[str]:
-    """Overrides that fit and that the checks accept: on the same GPUs those that cost least speed, in full and with adapters; else the
-    fewest GPUs.
+    """Overrides that fit and that the checks accept: on the same GPUs those that cost least speed, in full and with
+    adapters; else the fewest GPUs.
     """
     recomputing = (True,) if config.gradient_checkpointing else (False, True)
     loras = [replace(config.lora, rank=config.lora.rank or 16, share_trunk=share) for share in (False, True)]
@@ -270,10 +271,12 @@ def make_optimal(config: PlanConfig) -> dict[str, Any]:
 
 
 def make_served(config: PlanConfig) -> dict[str, Any]:
-    """With served_tokens: this model, the compute-optimal and the cheapest one of its loss, each with what training and use take.
+    """With served_tokens: this model, the compute-optimal and the cheapest one of its loss, each with what training and
+    use take.
 
-    {name: {"parameters", "tokens", "train_flops", "served_flops", "gpu_hours"}}, and "kwh" and "cost" if the settings are given.
-    Training is 6 N D, use 2 N per token, both at `mfu`. Raises: UserError for a model that is not pretrained.
+    {name: {"parameters", "tokens", "train_flops", "served_flops", "gpu_hours"}}, and "kwh" and "cost" if the settings
+    are given. Training is 6 N D, use 2 N per token, both at `mfu`. Raises: UserError for a model that is not
+    pretrained.
     """
     if (served := config.served_tokens) is None:
         return {}

@@ -1,5 +1,6 @@
-"""Parameters, operations and bytes of a GPT as closed formulas of its sizes, for `rlhf plan`, the memory budget of a stage and the
-MFU that training logs. Nothing is built; `tests/planning` compares the counts with the model itself on the meta device.
+"""Parameters, operations and bytes of a GPT as closed formulas of its sizes, for `rlhf plan`, the memory budget of a
+stage and the MFU that training logs. Nothing is built; `tests/planning` compares the counts with the model itself on
+the meta device.
 
 A multiply-add counts as two operations. Bytes are those on one GPU; not counted: the CUDA context, the allocator's
 fragmentation and the optimizer's temporaries, for which `memory_margin` keeps a share free.
@@ -120,8 +121,8 @@ def shape_of_config(config: Any, context: int = 0) -> Shape:
 
 
 def pass_flops(multiplied: float, attention_width: float, tokens: float, context: float) -> float:
-    """Operations of a forward pass over `tokens` tokens, each of which attends to `context` positions: per token 2 N, N the weights
-    that multiply, and 4 n_layer D context for attention, D the width of the queries.
+    """Operations of a forward pass over `tokens` tokens, each of which attends to `context` positions: per token 2 N, N
+    the weights that multiply, and 4 n_layer D context for attention, D the width of the queries.
 
     multiplied: the sum of N over the tokens; attention_width: n_layer D. Banded layers count as dense ones, as they are
     computed. What checkpointing repeats is not counted, by the definition of MFU.
@@ -142,10 +143,12 @@ def shape_flops(
 def decode_seconds(
     shape: Shape, rows: int, prompt: int, answer: int, dtype: str, *, flops: float, bandwidth: float
 ) -> float:
-    """Seconds in which one GPU of `flops` operations and `bandwidth` bytes per second samples one batch of `rows` responses.
+    """Seconds in which one GPU of `flops` operations and `bandwidth` bytes per second samples one batch of `rows`
+    responses.
 
-    Each of the `answer` steps takes as long as its operations or as reading the weights and the cache (half full on average
-    beyond the prompt), whichever is longer. Source: Pope et al. 2022, section 2 (the roofline of a decoding step).
+    Each of the `answer` steps takes as long as its operations or as reading the weights and the cache (half full on
+    average beyond the prompt), whichever is longer. Source: Pope et al. 2022, section 2 (the roofline of a decoding
+    step).
     """
     prefill = shape_flops(shape, rows * prompt, prompt, logits=rows) / flops
     middle = prompt + answer / 2
@@ -156,8 +159,8 @@ def decode_seconds(
 def model_state_bytes(parameters: int, world: int, zero: int, dtype: str, *, offload: bool = False) -> dict[str, int]:
     """Bytes of a trained model's states on one rank: weights, gradients, optimizer, and host if offloaded.
 
-    ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too. With offload,
-    ZeRO-2 keeps only the weights on the device and ZeRO-3 only the gathered ones; the rest is `host`.
+    ZeRO-1 divides the optimizer's states by the number of ranks, ZeRO-2 the gradients too, ZeRO-3 the weights too. With
+    offload, ZeRO-2 keeps only the weights on the device and ZeRO-3 only the gathered ones; the rest is `host`.
     Source: Rajbhandari et al. 2020, section 5 and figure 1; Ren et al. 2021 (ZeRO-Offload), section 3.
     Differs: in float32 too, DeepSpeed's optimizer keeps a copy of the weights that it updates. Without ZeRO, bf16 is
     autocast's: the 2 bytes of `weights` are its casts, and gradients are those of the float32 weights, 4 bytes.
@@ -193,8 +196,9 @@ def gathered_bytes(shape: Shape, dtype: str) -> int:
 
 
 def buffer_bytes(parameters: int, world: int, zero: int, dtype: str, bucket: int) -> int:
-    """Bytes of communication buffers on one rank: without ZeRO all gradients in float32; with it a bucket to reduce and, in ZeRO-1
-    and 2, one to gather the new weights, each of at most `bucket` elements. ZeRO-2 fills a second one while it sums the first.
+    """Bytes of communication buffers on one rank: without ZeRO all gradients in float32; with it a bucket to reduce
+    and, in ZeRO-1 and 2, one to gather the new weights, each of at most `bucket` elements. ZeRO-2 fills a second one
+    while it sums the first.
     """
     if world == 1 and zero == 0:
         return 0
@@ -207,8 +211,9 @@ def block_activation_bytes(shape: Shape, dtype: str, dropout: float = 0.0) -> in
     """Bytes per token that one block keeps for its backward pass.
 
     With multi-head attention, GELU, 4 D hidden units, learned positions, dropout and 16 bits it is the paper's
-    D (34 + 5 H T / D), but for the T term, in place of which fused attention keeps a float32 log-sum per head. Rotary positions add
-    the rotated queries and keys; SwiGLU keeps gate, up, silu(gate) and the product; RMSNorm its output before the scale too.
+    D (34 + 5 H T / D), but for the T term, in place of which fused attention keeps a float32 log-sum per head. Rotary
+    positions add the rotated queries and keys; SwiGLU keeps gate, up, silu(gate) and the product; RMSNorm its output
+    before the scale too.
     Source: Korthikanti et al. 2022, section 4.1, equation 1 and the list above it.
     Differs: counts the widths of this model's attention and MLP, the norms' statistics, and masks only if dropout > 0.
     """
@@ -220,15 +225,15 @@ def block_activation_bytes(shape: Shape, dtype: str, dropout: float = 0.0) -> in
 
 
 def working_bytes(shape: Shape, dtype: str) -> int:
-    """Peak bytes per token of a block if nothing is kept for a backward pass: the residual stream, its norm, and the attention's
-    projection, rotated copy and output, or the MLP's hidden units.
+    """Peak bytes per token of a block if nothing is kept for a backward pass: the residual stream, its norm, and the
+    attention's projection, rotated copy and output, or the MLP's hidden units.
     """
     return ELEMENT[dtype] * (2 * shape.width + max(shape.attention_units, shape.hidden_units))
 
 
 def activation_bytes(shape: Shape, tokens: int, dtype: str, checkpointing: bool, dropout: float = 0.0) -> int:
-    """Bytes that the trunk keeps for the backward pass of padded tokens; with checkpointing every block's input, and one complete
-    block while it is recomputed. Source: Korthikanti et al. 2022, sections 4.1 and 5.
+    """Bytes that the trunk keeps for the backward pass of padded tokens; with checkpointing every block's input, and
+    one complete block while it is recomputed. Source: Korthikanti et al. 2022, sections 4.1 and 5.
     """
     block = block_activation_bytes(shape, dtype, dropout)
     entry = ELEMENT[dtype] * shape.width
@@ -238,8 +243,8 @@ def activation_bytes(shape: Shape, tokens: int, dtype: str, checkpointing: bool,
 
 
 def logit_bytes(tokens: int, vocab_size: int) -> int:
-    """Peak bytes of a cross-entropy's backward pass, 12 per logit of a chunk: in bfloat16 the logits, their float32 log-softmax, its
-    gradient, and that in bfloat16 (2 + 4 + 4 + 2); in float32 the first three (4 + 4 + 4).
+    """Peak bytes of a cross-entropy's backward pass, 12 per logit of a chunk: in bfloat16 the logits, their float32
+    log-softmax, its gradient, and that in bfloat16 (2 + 4 + 4 + 2); in float32 the first three (4 + 4 + 4).
     """
     return 12 * min(tokens * vocab_size, GPU_CHUNK)
 

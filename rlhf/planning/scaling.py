@@ -56,8 +56,8 @@ class LossLaw:
 def cheapest(law: LossLaw, loss: float, served: float) -> tuple[float, float]:
     """(N, D) that minimise 6 N D + 2 N S with L(N, D) = `loss`, for S = `served` tokens in use; S = 0: on the frontier.
 
-    A smaller model that was trained longer costs less per served token (Touvron et al. 2023, LLaMA, section 1). The loss must be above
-    E. Source: Hoffmann et al. 2022, equation 2; Sardana et al. 2023, equation 1.
+    A smaller model that was trained longer costs less per served token (Touvron et al. 2023, LLaMA, section 1). The
+    loss must be above E. Source: Hoffmann et al. 2022, equation 2; Sardana et al. 2023, equation 1.
     """
     left = loss - math.exp(law.log_e)
     least = (math.exp(law.log_a) / left) ** (1 / law.alpha)  # this size needs endless text

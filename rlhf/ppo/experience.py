@@ -120,8 +120,9 @@ def score_responses(
     texts: list[str],
 ) -> Rollout:
     """Log-probs, values and scores of sampled responses. Without a critic all values are 0.
-    engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the log-probs
-    (B, A) of ppo.reference, by (tokens, prompt_lengths, mask). texts: the responses without their end tokens. Raises: NonFinite.
+    engine: of the ActorCritic; it gives log-probs if the sampler's differ from a training forward's. reference: the
+    log-probs (B, A) of ppo.reference, by (tokens, prompt_lengths, mask). texts: the responses without their end tokens.
+    Raises: NonFinite.
     """
     device, settings, recompute = samples.mask.device, config.ppo, recomputes(config, engine)
     prompt_ids = [ids for _, ids in prompts]
@@ -182,8 +183,8 @@ def weigh_by_sampler(config: Config, rollout: Rollout, ranks: Ranks, sums: Sums)
 
 
 def load_estimator(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The advantage estimator of ppo.advantages: a built-in one, or a function `module:name` or `file.py:name`, called and checked as
-    `rlhf.ops.gae.compute_advantages`. Raises: UserError.
+    """The advantage estimator of ppo.advantages: a built-in one, or a function `module:name` or `file.py:name`, called
+    and checked as `rlhf.ops.gae.compute_advantages`. Raises: UserError.
     """
     if name in ESTIMATORS:
         return functools.partial(compute_advantages, name)

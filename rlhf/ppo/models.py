@@ -28,8 +28,8 @@ class ActorCritic(nn.Module):
     """Policy and critic as one module: one engine, one optimizer, two learning rates.
 
     critic: a separate model; or a head (D -> 1) on the policy's trunk; or None if advantages need no values.
-    scale_values: each token earns its own part of the score and responses have a fixed length, so V_t is the critic's output
-    times `share_left`: no token shows the critic how many are left.
+    scale_values: each token earns its own part of the score and responses have a fixed length, so V_t is the critic's
+    output times `share_left`: no token shows the critic how many are left.
     """
 
     def __init__(self, policy: Any, critic: RewardModel | ScalarHead | None, scale_values: bool = False):
@@ -85,8 +85,8 @@ def share_left(mask: Tensor) -> Tensor:
 
 
 class Reference(nn.Module):
-    """Log-probs of ppo.reference, the SFT model by default: a frozen copy; with LoRA, if PPO starts from it, the policy's own weights
-    without its adapters.
+    """Log-probs of ppo.reference, the SFT model by default: a frozen copy; with LoRA, if PPO starts from it, the
+    policy's own weights without its adapters.
     """
 
     def __init__(self, model: Any):
@@ -105,8 +105,8 @@ def load_reference(config: Config, folder: Path, device: torch.device, policy: A
 
 
 def load_models(config: Config, stage: Stage, tokenizer: Any, device: torch.device) -> tuple[nn.Module, Reward, Engine]:
-    """Reference, reward, and the engine that trains policy and critic, the parts of its module, with two learning rates.
-    The policy starts from ppo.policy, the critic from ppo.critic; it is None if advantages need no values.
+    """Reference, reward, and the engine that trains policy and critic, the parts of its module, with two learning
+    rates. The policy starts from ppo.policy, the critic from ppo.critic; it is None if advantages need no values.
     """
     settings = config.ppo
     folder = policy_folder(config, settings.policy, "ppo.policy") / "model"

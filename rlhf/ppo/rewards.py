@@ -1,4 +1,5 @@
-"""Reward sources of PPO: reward models here or on a server, text classifiers, raters and Python functions, alone or combined.
+"""Reward sources of PPO: reward models here or on a server, text classifiers, raters and Python functions, alone or
+combined.
 
 A source is called with `Episodes` and returns scores (B,) float32. It may have `by_token`, see `score_by_token`.
 """
@@ -60,8 +61,8 @@ class ModelReward:
 
     @torch.no_grad()
     def by_token(self, episodes: Episodes) -> tuple[Tensor, Tensor]:
-        """A token earns its term of the mean that the model reads (reward.read_tokens). The terms of prompt tokens, which
-        do not depend on the response, are added to the first response token's.
+        """A token earns its term of the mean that the model reads (reward.read_tokens). The terms of prompt tokens,
+        which do not depend on the response, are added to the first response token's.
         """
         sizes = torch.tensor([len(ids) for ids in episodes.responses], device=self.device)
         parts = torch.zeros(len(sizes), int(sizes.max()), device=self.device)
@@ -160,14 +161,15 @@ class Quality(NamedTuple):
 
 
 class Rater:
-    """The ratings of responses by a model that `rlhf rate` trained: a reward source, and what generate-and-rate picks by.
+    """The ratings of responses by a model that `rlhf rate` trained: a reward source, and what generate-and-rate picks
+    by.
 
     The model reads prompt, response and a quality's text, and gives a level k, a digit:
 
         value = sum_k p_k (k - low) / (high - low)        p = softmax of the logits of the levels low … high
 
-    which of a yes or no is P(1), and of a rule P(kept) = 1 - P(broken | rule, dialogue). A rule in rate.rules that the model was not
-    trained on is read all the same.
+    which of a yes or no is P(1), and of a rule P(kept) = 1 - P(broken | rule, dialogue). A rule in rate.rules that the
+    model was not trained on is read all the same.
     Source: Thoppilan et al. 2022, section 6 (ratings as text); Glaese et al. 2022, section 3.3 (a rule as text).
     """
 
@@ -195,7 +197,8 @@ class Rater:
     @torch.no_grad()
     def rate(self, rows: Sequence[list[int]], names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """The value (B,) of each quality, on the CPU, of rows of tokens, each a prompt with its response.
-        The qualities of one row go through the model together, so that their common beginning is read once (`LanguageModel.hidden`).
+        The qualities of one row go through the model together, so that their common beginning is read once
+        (`LanguageModel.hidden`).
         """
         names, bare = list(self.qualities if names is None else names), unwrapped(self.model)
         asked = [[self.prompt(row, name) for name in names] for row in rows]
@@ -298,8 +301,8 @@ def make_reward(
     divide: bool = False,
 ) -> tuple[Reward, RewardModel | None]:
     """The reward, and its first reward model with the policy's tokenizer, from which the critic can start.
-    policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights. divide: whether the
-    caller shards the models, which under ZeRO-3 then come in slices.
+    policy: the model whose trunk the reward models share, with their own adapters; None: each has its own weights.
+    divide: whether the caller shards the models, which under ZeRO-3 then come in slices.
     """
     names, weights = reward_sources(config)
     sources: dict[str, Reward] = {}

@@ -1,5 +1,5 @@
-"""PPO's fifth step: `epochs` passes over one rollout in minibatches, with one optimizer step each; and the recipe's invariants, which are
-checked on the first update: training is refused if one fails.
+"""PPO's fifth step: `epochs` passes over one rollout in minibatches, with one optimizer step each; and the recipe's
+invariants, which are checked on the first update: training is refused if one fails.
 
 A minibatch is the same set of episodes on any number of ranks; each rank has a part of it, split into micro-batches.
 A micro-batch's loss is a sum divided by the minibatch's global number of response tokens, so neither split changes a
@@ -92,7 +92,8 @@ def optimize(
 
 def rate_factor(config: PpoConfig, update: int, first: int) -> float:
     """Factor on a model's learning rate at an update, from 1 on; `first`: the first update in which it trains.
-    It rises from 0.1 to 1 over warmup_updates, times the schedule from 1 at the first update to final_lr_fraction after the last.
+    It rises from 0.1 to 1 over warmup_updates, times the schedule from 1 at the first update to final_lr_fraction after
+    the last.
     """
     done, updates = max(0, update - first), config.episodes // config.episodes_per_update
     warm = min(1.0, 0.1 + 0.9 * done / config.warmup_updates) if config.warmup_updates else 1.0
@@ -183,7 +184,8 @@ def micro_batch_loss(
 
 def add_pretraining_gradient(config: Config, state: State, blocks: PretrainingBlocks, key: tuple, sums: Sums) -> None:
     """PPO-ptx: add ptx_coef times the gradient of the pretraining loss to the policy's, and log both norms.
-    key: of the blocks that are drawn. ZeRO accumulates gradients as they arrive, so the two norms are not logged under ZeRO.
+    key: of the blocks that are drawn. ZeRO accumulates gradients as they arrive, so the two norms are not logged under
+    ZeRO.
     """
     settings, engine, ranks = config.ppo, state.engine, state.engine.ranks
     parameters = [p for p in engine.module.policy.parameters() if p.requires_grad]
@@ -249,8 +251,9 @@ def gap_problem(gaps: Tensor, logprobs: Tensor, half: bool, bound: float = FORWA
 def check_first_rollout(
     rollout: Rollout, rewards: Tensor, scores: Tensor, kl_coef: float, half: bool, from_reference: bool = True
 ) -> None:
-    """Before any training: the policy equals the reference, if it starts from it (2), and the score is on the last response token,
-    except for the parts that other tokens earn (3). half: whether log-probs are computed in bf16. Raises: UserError.
+    """Before any training: the policy equals the reference, if it starts from it (2), and the score is on the last
+    response token, except for the parts that other tokens earn (3). half: whether log-probs are computed in bf16.
+    Raises: UserError.
     """
     mask = rollout.response_mask
     if mask.any():
@@ -291,7 +294,8 @@ def check_sampler(rollout: Rollout) -> None:
 
 
 def check_first_minibatch(parts: list[Checked], vocab_size: int, half: bool) -> None:
-    """Before the policy's first step, after the critic's warm-up: rho = 1 and nothing is clipped, and entropies are between 0 and log V.
+    """Before the policy's first step, after the critic's warm-up: rho = 1 and nothing is clipped, and entropies are
+    between 0 and log V.
     parts: the micro-batches of all ranks. half: as of `check_first_rollout`. Raises: UserError naming the invariant.
     """
     untouched = "the policy was not trained"  # the critic may have been

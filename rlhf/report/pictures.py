@@ -199,8 +199,8 @@ def make_frontier(points: Points) -> list[Picture]:
 
 
 def make_pictures(run: RunFiles) -> Iterator[Picture]:
-    """Calibration, P(win | score gap), predicted and as labelers chose; and in-context learning (evaluate.shots), accuracy by examples
-    in the prompt, a line per model with its 95% interval.
+    """Calibration, P(win | score gap), predicted and as labelers chose; and in-context learning (evaluate.shots),
+    accuracy by examples in the prompt, a line per model with its 95% interval.
     """
     about: Any = {"half": True, "last": False}
     rows = rows_of(run.results, "reward_model", "calibration")

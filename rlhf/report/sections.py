@@ -1,4 +1,5 @@
-"""The report's sections below the curves: tables of the evaluation, answers side by side and during PPO, settings, versions, data.
+"""The report's sections below the curves: tables of the evaluation, answers side by side and during PPO, settings,
+versions, data.
 
 The texts of models are untrusted: the template escapes them.
 """
@@ -188,8 +189,8 @@ def total(gold: Any) -> float | None:
 
 
 def make_differences(run: RunFiles) -> Table:
-    """The settings that differ from the schema's defaults; one that is newer or older than the run is not compared. If stages were run
-    with different ones, those in a stage's own identity count.
+    """The settings that differ from the schema's defaults; one that is newer or older than the run is not compared. If
+    stages were run with different ones, those in a stage's own identity count.
     """
     ours: dict[str, Any] = {}
     for stage in run.stages.values():

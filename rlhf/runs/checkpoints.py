@@ -99,7 +99,8 @@ MOST_WRITING = 0.05  # of the time, if checkpoints are slow to write
 def checkpoint_due(
     settings: CheckpointConfig, step: int, seconds: float, writing: float = 0.0, *, first: bool = False
 ) -> bool:
-    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one, which took `writing` seconds.
+    """Whether the loop should write a checkpoint after `step`, `seconds` after the last one, which took `writing`
+    seconds.
 
     first: there is none yet. With every_seconds=0 each step has one, however long that takes.
     """

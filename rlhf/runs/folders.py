@@ -1,4 +1,5 @@
-"""Run folders: the record, the output and the parents of a stage. Imports neither torch nor hydra, and pydantic only to read a record.
+"""Run folders: the record, the output and the parents of a stage. Imports neither torch nor hydra, and pydantic only to
+read a record.
 
     runs/<run>/<stage>/  stage.json    written as "running" when the stage begins and as "complete" when it ends
                          checkpoints/  step-N folders, each trusted only with its manifest, which is written last
@@ -6,7 +7,8 @@
     runs/<run>/.<stage>.new/  its unfinished replacement (overwrite=true); the old one stays until this is complete
     runs/<run>/.<stage>.old/  exists only between the two renames of the swap
 
-A stage's hash covers its settings, its parents' hashes and its output files, so that a parent that has changed is detected.
+A stage's hash covers its settings, its parents' hashes and its output files, so that a parent that has changed is
+detected.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """The metrics that a stage may log, with unit, mask, reduction and meaning, and the charts that show them.
 
-A writer refuses a name that the table lacks, so that code, W&B and the report agree. The charts are those of the report's page, W&B's
-workspace and `rlhf watch`. `Sums` combines numbers over micro-batches and ranks from global sums, not as a mean of means.
+A writer refuses a name that the table lacks, so that code, W&B and the report agree. The charts are those of the
+report's page, W&B's workspace and `rlhf watch`. `Sums` combines numbers over micro-batches and ranks from global sums,
+not as a mean of means.
 """
 
 import functools
@@ -192,8 +193,9 @@ class Sums:
         self._sums: dict[str, list[Any]] = {}  # of "max" all values
 
     def add(self, name: str, *sums: Any) -> None:
-        """Adds one micro-batch's sums, in the order of REDUCTIONS, such as `add("objective/kl", kl.sum(), len(kl))`: numbers, or tensors
-        of one element, which stay on their device until the end. Raises: ValueError if the table lacks `name` or it takes other sums.
+        """Adds one micro-batch's sums, in the order of REDUCTIONS, such as `add("objective/kl", kl.sum(), len(kl))`:
+        numbers, or tensors of one element, which stay on their device until the end. Raises: ValueError if the table
+        lacks `name` or it takes other sums.
         """
         from rlhf.ops.masked import wide
 

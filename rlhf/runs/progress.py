@@ -18,9 +18,9 @@ LIVE_INTERVAL, PLAIN_INTERVAL = 0.2, 10.0
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Counts a loop of `total` units (None: unknown), `initial` of them done before this process began, and shows the count on standard
-    error: on a terminal one line that is drawn again, otherwise whole lines; both at the first update, every few seconds, and at the end.
-    The rate and the time left count only what this process did.
+    """Counts a loop of `total` units (None: unknown), `initial` of them done before this process began, and shows the
+    count on standard error: on a terminal one line that is drawn again, otherwise whole lines; both at the first
+    update, every few seconds, and at the end. The rate and the time left count only what this process did.
     """
 
     def __init__(self, total: int | None, label: str, unit: str = "step", initial: int = 0) -> None:

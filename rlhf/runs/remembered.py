@@ -1,6 +1,8 @@
-"""The settings that a run was given: runs/<run>/settings.json, as {key: text of the value}, so that a later command needs only changes.
+"""The settings that a run was given: runs/<run>/settings.json, as {key: text of the value}, so that a later command
+needs only changes.
 
-The command line and `rlhf.Run` state in GIVEN what they were given; a stage stores it once its data and models are loaded.
+The command line and `rlhf.Run` state in GIVEN what they were given; a stage stores it once its data and models are
+loaded.
 """
 
 import contextlib
@@ -50,8 +52,9 @@ def recall(run: Path) -> dict[str, str]:
 
 
 def trusted(run: Path, settings: Mapping[str, str], command: str = "pipeline") -> dict[str, str]:
-    """The remembered settings that may be used. One that can run code or reach other machines counts only if this user has given it on
-    this machine, since the run may come from elsewhere. Raises: UserError if the command uses another one.
+    """The remembered settings that may be used. One that can run code or reach other machines counts only if this user
+    has given it on this machine, since the run may come from elsewhere. Raises: UserError if the command uses another
+    one.
     """
     kept = {key: text for key, text in settings.items() if _is_plain(key, text) or _mark(key, text).exists()}
     for key in settings.keys() - kept.keys():

@@ -23,8 +23,8 @@ Points = dict[str, tuple[list[float], list[float]]]  # metric name: xs, ys
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that contain none are left out, such as a torn last one. A missing file is empty.
-    NaN and Infinity are read as null.
+    """The objects of a JSON Lines file; lines that contain none are left out, such as a torn last one. A missing file
+    is empty. NaN and Infinity are read as null.
     """
     with path.open(encoding="utf-8", errors="replace") if path.is_file() else contextlib.nullcontext(()) as lines:
         for line in lines:

@@ -43,8 +43,8 @@ def in_split(config: Config, records: Sequence[T], *splits: str) -> list[T]:
 
 
 def beginnings(config: Config, records: Sequence[Record] | None = None) -> tuple[str, ...]:
-    """`shared_beginnings` of the files that the user named, whichever stage reads `records`: a prompt has one split in all stages.
-    Empty if every one of the records states its split or group.
+    """`shared_beginnings` of the files that the user named, whichever stage reads `records`: a prompt has one split in
+    all stages. Empty if every one of the records states its split or group.
     """
     if records is not None and all(given_split(record) or "group" in record.metadata for record in records):
         return ()
@@ -99,8 +99,8 @@ def need_source(config: Config, kind: str) -> Any:
 
 
 def kinds_read(config: Config, stage: str) -> tuple[str, ...]:
-    """The kinds of data that a stage reads. An adopted model needs no corpus; if there is one, pretraining continues. A world of
-    passages takes them from the corpus; SFT without epochs needs no demonstrations.
+    """The kinds of data that a stage reads. An adopted model needs no corpus; if there is one, pretraining continues. A
+    world of passages takes them from the corpus; SFT without epochs needs no demonstrations.
     """
     adopts = config.model.pretrained is not None
     continues = stage == "pretrain" and pretraining_tokens(config) > 0 and data_source(config, "corpus") is not None
@@ -121,8 +121,8 @@ def hash_model(name: str | None, prefix: str) -> dict[str, str]:
 
 
 def reward_folder(config: Config, name: str | None, setting: str = "ppo.rewards") -> Path:
-    """The reward stage of this run, or of the run or folder that is named; or a classifier's folder, which has no stage.json. PPO also
-    takes a rate stage: `rate` of this run, or run/rate. Raises: UserError.
+    """The reward stage of this run, or of the run or folder that is named; or a classifier's folder, which has no
+    stage.json. PPO also takes a rate stage: `rate` of this run, or run/rate. Raises: UserError.
     """
     if name is None:
         return stage_folder(config, "reward")
@@ -191,7 +191,8 @@ def hash_rewards(config: Config) -> dict[str, Any]:
 
 
 def hash_sources(config: Config, stage: str) -> dict[str, str]:
-    """{kind:file: sha256} of the data files that the user named and the stage reads; the gold world's are covered by its stages' hashes.
+    """{kind:file: sha256} of the data files that the user named and the stage reads; the gold world's are covered by
+    its stages' hashes.
     Raises: UserError if a source is missing, or an import is damaged, or partial without data.allow_partial.
     """
     hashes: dict[str, Any] = {}

@@ -146,8 +146,9 @@ class Stage:
 
 @contextlib.contextmanager
 def open_stage(config: Config, name: str, data: dict[str, str] | None = None) -> Iterator[Stage]:
-    """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs. With overwrite=true it is written
-    next to the existing one, which stays until the new one is complete. data: hashes of its sources, unless those of `hash_sources`.
+    """Start or resume a stage: check the parents, refuse to overwrite, hold a lock while it runs. With overwrite=true
+    it is written next to the existing one, which stays until the new one is complete. data: hashes of its sources,
+    unless those of `hash_sources`.
     Raises: UserError if the stage is complete (and overwrite is false), was started with other settings or is being run
     by another process, if the folder contains other files, if the disk is full, or if a parent does not match.
     """

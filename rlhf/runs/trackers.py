@@ -1,7 +1,8 @@
 """Writes a stage's metrics and samples: JSON Lines in its folder, and optionally a W&B run.
 
-The files are the record. W&B shows the same numbers from a thread of its own, and may fail at any time without affecting training. A
-resumed stage keeps its W&B run id: online it continues the run, offline it begins a second folder of the same run.
+The files are the record. W&B shows the same numbers from a thread of its own, and may fail at any time without
+affecting training. A resumed stage keeps its W&B run id: online it continues the run, offline it begins a second folder
+of the same run.
 """
 
 import json
@@ -30,9 +31,10 @@ FINISH_MARGIN = 5.0  # seconds that finishing may take in addition to W&B's own 
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """Writes metrics.jsonl, samples.jsonl and wandb/ in a stage's folder, as tracking.kind says; on ranks other than 0 it writes nothing.
-    A context manager. resume_step: of the checkpoint from which training continues: later lines are dropped, since they will be written
-    again; 0: all.
+    """Writes metrics.jsonl, samples.jsonl and wandb/ in a stage's folder, as tracking.kind says; on ranks other than 0
+    it writes nothing.
+    A context manager. resume_step: of the checkpoint from which training continues: later lines are dropped, since they
+    will be written again; 0: all.
     """
 
     def __init__(self, stage: Stage, resume_step: int = 0) -> None:
@@ -97,8 +99,9 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.view.call("log", shown, step)
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Writes generated text, one row per response to the same held-out prompts each time. Keys: id, prompt, response; and if known
-        score; kl, nats of the whole response; length, response tokens; parts, {name: number} of the score; gold, the judge's own parts.
+        """Writes generated text, one row per response to the same held-out prompts each time. Keys: id, prompt,
+        response; and if known score; kl, nats of the whole response; length, response tokens; parts, {name: number} of
+        the score; gold, the judge's own parts.
         """
         if step == self._resume_step:
             rows = [row for row in rows if str(row["id"]) not in self._kept_samples]
@@ -125,10 +128,11 @@ class Tracker(AbstractContextManager["Tracker"]):
 
 
 class Background:
-    """Calls the methods of a `WandbRun` in another thread, in order, so that a slow or broken service never delays training.
+    """Calls the methods of a `WandbRun` in another thread, in order, so that a slow or broken service never delays
+    training.
 
-    `start` makes it in the thread, since starting may hang too. A method that fails is not called again, apart from the others: online,
-    a table needs responses from the service and a number does not. Only the first failure is reported.
+    `start` makes it in the thread, since starting may hang too. A method that fails is not called again, apart from the
+    others: online, a table needs responses from the service and a number does not. Only the first failure is reported.
     """
 
     def __init__(self, start: Callable[[], Any], finish_timeout: float) -> None:

@@ -1,7 +1,8 @@
 """Labelling: the file of labels, which task a labeler gets, and the routes of the page for it.
 
-Every task goes to `labels_per_prompt` labelers, or to those whom the manager chose; nobody gets one twice, and nobody sees another's
-answer. A labeler who goes back answers the last task again: the new record replaces the old one, which stays in the file.
+Every task goes to `labels_per_prompt` labelers, or to those whom the manager chose; nobody gets one twice, and nobody
+sees another's answer. A labeler who goes back answers the last task again: the new record replaces the old one, which
+stays in the file.
 
 Checks measure a labeler and train nothing: gold items, whose ranking is known, and tasks that come again.
 """
@@ -79,8 +80,8 @@ class DemonstrationRequest(Strict):
 class LabelFile:
     """Records of the import format, appended one line at a time and synced before they are acknowledged.
 
-    One process has the file, and appends from one thread at a time. A line that a killed server left incomplete was never
-    acknowledged; it is removed when the file is opened.
+    One process has the file, and appends from one thread at a time. A line that a killed server left incomplete was
+    never acknowledged; it is removed when the file is opened.
     """
 
     def __init__(self, path: Path):
@@ -140,8 +141,8 @@ class LabelFile:
 class Labelling:
     """The tasks of one server and their labels. Its methods may be called from several threads.
 
-    The page gives each submission an id, which is part of its record's: a client that got no answer sends it again, and it is
-    stored once.
+    The page gives each submission an id, which is part of its record's: a client that got no answer sends it again, and
+    it is stored once.
 
     gold: by id, tasks with a known ranking. rules: by name; the flag breaks_<name> says that a response breaks it.
     """
@@ -248,8 +249,8 @@ class Labelling:
         return task.model_copy(update={"responses": responses})
 
     def rank(self, labeler: str, verdict: RankingRequest, compared: bool = False, decides: bool = False) -> Ranking:
-        """Save a ranking of a task, or of a comparison. Raises: RefusedError if there is none, if this labeler has ranked it, or if
-        enough others have (unless it decides); ValidationError for names that it does not have.
+        """Save a ranking of a task, or of a comparison. Raises: RefusedError if there is none, if this labeler has
+        ranked it, or if enough others have (unless it decides); ValidationError for names that it does not have.
         """
         name, replaces = verdict.name, verdict.replaces
         known_id = f"{name}/{labeler}/{verdict.submission}"
@@ -322,8 +323,8 @@ class Labelling:
             return next((self.tasks[name] for name in wanted), None)
 
     def demonstrate(self, labeler: str, request: DemonstrationRequest) -> Demonstration:
-        """Save the ideal response to a prompt. Raises: RefusedError if the labeler has written one to this task, or what the
-        request names is not in the task.
+        """Save the ideal response to a prompt. Raises: RefusedError if the labeler has written one to this task, or
+        what the request names is not in the task.
         """
         known_id = f"demonstration/{labeler}/{request.submission}"
         with self.lock:

@@ -1,5 +1,6 @@
-"""The manager's page: labelers who come and go while the server runs, progress, agreement, and decisions where labelers disagree; and
-labelling rounds: `rlhf pipeline` of one run, started with its own settings, and what a round's labels changed.
+"""The manager's page: labelers who come and go while the server runs, progress, agreement, and decisions where labelers
+disagree; and labelling rounds: `rlhf pipeline` of one run, started with its own settings, and what a round's labels
+changed.
 
 The browser chooses neither the command nor a word of it: the operator names the run with `serve.pipeline`.
 """
@@ -43,10 +44,11 @@ Instructions = Annotated[Text, Body(embed=True, min_length=1, max_length=100_000
 
 
 class Staff:
-    """The labelers of one server, who is paused, and what is assigned to whom; every change is on the disk before it is acknowledged.
+    """The labelers of one server, who is paused, and what is assigned to whom; every change is on the disk before it is
+    acknowledged.
 
-    labelers.txt and manager.txt contain links with secrets: only their owner may read them. labelers.json and assigned.json: what the
-    page changed.
+    labelers.txt and manager.txt contain links with secrets: only their owner may read them. labelers.json and
+    assigned.json: what the page changed.
     """
 
     def __init__(self, folder: Path, names: list[str], address: str, instructions: Path):
@@ -269,9 +271,10 @@ class Rounds:
 def compare_rounds(config: Config, before: Path, after: Path) -> dict[str, Any]:
     """The reward models of two rounds on the same pairs.
 
-    Returns {"held_out": {"before", "after": share of dev pairs ordered as labelers did, "pairs"}, "new": {how the prompts were chosen:
-    {"before", "pairs"}} of the later round's own training labels, which the earlier model has not seen, and "pairs": the most surprising
-    ones, each with the raw score difference d = r_better - r_worse and the surprise -log sigmoid(d) in nats, before and after}.
+    Returns {"held_out": {"before", "after": share of dev pairs ordered as labelers did, "pairs"}, "new": {how the
+    prompts were chosen: {"before", "pairs"}} of the later round's own training labels, which the earlier model has not
+    seen, and "pairs": the most surprising ones, each with the raw score difference d = r_better - r_worse and the
+    surprise -log sigmoid(d) in nats, before and after}.
     """
     records = load_comparisons(str(after / "label" / "comparisons.jsonl"))[0]
     strangers = held_out_labelers(config, records)

@@ -1,8 +1,8 @@
 """The served models, and the thread that runs them: it draws the next token of all requests together.
 
-A response waits in its model's queue, joins the running batch between two tokens when there is room for its keys and values, and
-leaves when it is finished or its client has gone. Scores and shading are computed between two tokens too. torch
-releases Python's lock while it computes, so the web server answers meanwhile.
+A response waits in its model's queue, joins the running batch between two tokens when there is room for its keys and
+values, and leaves when it is finished or its client has gone. Scores and shading are computed between two tokens too.
+torch releases Python's lock while it computes, so the web server answers meanwhile.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @contextmanager
 def served_models(config: Config, folder: Path, stages: Sequence[str], rows: int) -> Iterator[tuple[Models, Context]]:
-    """The named stages of a run, all finished ones if none are named, loaded for batches of `rows` responses; and the context in which
-    they run.
+    """The named stages of a run, all finished ones if none are named, loaded for batches of `rows` responses; and the
+    context in which they run.
 
     Raises: UserError if the run has none.
     """
@@ -114,7 +114,8 @@ class Generation(Response):
 
 
 class Completion:
-    """The responses to one request, `n` to each prompt, which is given with its model and the key of its random numbers.
+    """The responses to one request, `n` to each prompt, which is given with its model and the key of its random
+    numbers.
 
     most: the largest number of tokens of a response; None: as the model's run. `close` always frees the places.
     Raises: RefusedError if the responses do not fit the model's context, the server's limits or its queue.
@@ -158,8 +159,8 @@ class Completion:
             one.cancelled = True
 
     async def chunks(self, gone: Callable[[], Awaitable[bool]] | None = None) -> AsyncIterator[Chunk]:
-        """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end. gone: whether the
-        client has disconnected, which ends the responses.
+        """The responses piece by piece, in the order of arrival; the last chunk of each has the reason of its end.
+        gone: whether the client has disconnected, which ends the responses.
 
         Raises: RefusedError.
         """
@@ -214,7 +215,8 @@ class Queue:
 class ModelThread:
     """Runs models, at most `rows` responses of each at a time; up to `limit` more wait.
 
-    most_tokens: the largest max_tokens of a request. context: in which the models run, entered and left in their thread.
+    most_tokens: the largest max_tokens of a request. context: in which the models run, entered and left in their
+    thread.
     """
 
     def __init__(self, models: Models, rows: int, limit: int, most_tokens: int, context: Context = nullcontext):

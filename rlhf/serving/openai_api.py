@@ -214,8 +214,8 @@ def event(body: Reply) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events, which frees the places of the completion however it ends. If the models fail, the last event
-    says so.
+    """A response of server-sent events, which frees the places of the completion however it ends. If the models fail,
+    the last event says so.
     """
 
     def __init__(self, completion: Completion, events: AsyncIterator[str]):

@@ -1,8 +1,9 @@
-"""Access control: token, origin, size, time and rate of a request, checked before it reaches any route; and the form of errors.
+"""Access control: token, origin, size, time and rate of a request, checked before it reaches any route; and the form of
+errors.
 
-On loopback without a token, every user of this machine has full access, and a page of another site has none: its requests
-carry its origin, or another host's name. Each labeler has a secret. Errors are written as the OpenAI API writes them:
-{"error": {"message", "type", "param", "code"}}.
+On loopback without a token, every user of this machine has full access, and a page of another site has none: its
+requests carry its origin, or another host's name. Each labeler has a secret. Errors are written as the OpenAI API
+writes them: {"error": {"message", "type", "param", "code"}}.
 """
 
 import asyncio
@@ -167,8 +168,8 @@ def cookie_of(who: str) -> str:
 
 
 def session_of(headers: dict[str, str]) -> str | None:
-    """The secret that a request carries: of its Authorization header, or of the cookie of the tab's owner. A tab that does not
-    say whose it is has the browser's only session.
+    """The secret that a request carries: of its Authorization header, or of the cookie of the tab's owner. A tab that
+    does not say whose it is has the browser's only session.
     """
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":

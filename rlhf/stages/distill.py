@@ -1,12 +1,14 @@
 """Distillation: a student with some of a policy's blocks learns to answer as the policy does.
 
-    loss = mean over the answers' tokens of ce_coef T^2 CE(teacher, student) + lm_coef (-log q(token)) + cos_coef (1 - cos(h, h_teacher))
+    loss = mean over the answers' tokens of ce_coef T^2 CE(teacher, student) + lm_coef (-log q(token)) + cos_coef (1 -
+    cos(h, h_teacher))
 
-The texts are the teacher's own samples on training prompts; the first term is of softened distributions, the second of the
-sampled tokens, the third of the last hidden states.
-Source: Sanh et al. 2019 (DistilBERT), sections 2 and 3: every second block, the three losses; Hinton et al. 2015, section 2.
-Differs: a causal language model on its answers, not a masked one on its pretraining text, so that the teacher may be aligned; no
-dropout.
+The texts are the teacher's own samples on training prompts; the first term is of softened distributions, the second of
+the sampled tokens, the third of the last hidden states.
+Source: Sanh et al. 2019 (DistilBERT), sections 2 and 3: every second block, the three losses; Hinton et al. 2015,
+section 2.
+Differs: a causal language model on its answers, not a masked one on its pretraining text, so that the teacher may be
+aligned; no dropout.
 """
 
 import json
@@ -98,8 +100,9 @@ class Student(nn.Module):
     def forward(
         self, tokens: Tensor, kept: Tensor, targets: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of the losses over the tokens (N,) that follow `kept` (N,), row * T + position; and {metric: its sum}.
-        tokens (B, T), right-padded; targets (N,) int64; teacher_hidden (N, D) and teacher_weight (V, D), its unembedding.
+        """The sum of the losses over the tokens (N,) that follow `kept` (N,), row * T + position; and {metric: its
+        sum}. tokens (B, T), right-padded; targets (N,) int64; teacher_hidden (N, D) and teacher_weight (V, D), its
+        unembedding.
         """
         head, settings = self.model.get_output_embeddings(), self.settings
         hidden = lm(self.model).hidden(tokens, kept)

@@ -3,16 +3,18 @@
     loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l)
     r(y) = beta (log pi(y|x) - log pi_sft(y|x))        sums over the response's tokens, its end token included
 
-which is the reward model's loss with the policy's own log-ratio as the score; or with dpo.loss=ipo, r(y) per token of the response,
+which is the reward model's loss with the policy's own log-ratio as the score; or with dpo.loss=ipo, r(y) per token of
+the response,
 
     loss = mean over prompts of 1/|P| sum over (w, l) in P of (r_w - r_l - 1 / (2 beta))^2
     r(y) = (log pi(y|x) - log pi_sft(y|x)) / |y|
 
-The log-probs are PPO's: a prompt is read once for its answers, and only their tokens are unembedded. A baseline for PPO.
-Source: Rafailov et al. 2023, equation 7 and appendix B; Azar et al. 2023 (IPO), equation 17, with the mean over tokens that its
-authors used.
-Differs: all K answers of a prompt are one batch element with one forward per answer, and each prompt's pairs weigh 1 together,
-as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
+The log-probs are PPO's: a prompt is read once for its answers, and only their tokens are unembedded. A baseline for
+PPO.
+Source: Rafailov et al. 2023, equation 7 and appendix B; Azar et al. 2023 (IPO), equation 17, with the mean over tokens
+that its authors used.
+Differs: all K answers of a prompt are one batch element with one forward per answer, and each prompt's pairs weigh 1
+together, as in the reward model; the paper's data are single pairs. AdamW, not RMSprop.
 """
 
 from collections import Counter

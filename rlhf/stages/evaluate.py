@@ -1,7 +1,7 @@
 """After step 3: the final figures, on prompts and comparisons that no stage used for training or for choosing settings.
 
-If the run has a true score (gold.truth), every response is scored by it. With other data the figures are the reward model's score,
-the KL and the held-out accuracy of the reward model.
+If the run has a true score (gold.truth), every response is scored by it. With other data the figures are the reward
+model's score, the KL and the held-out accuracy of the reward model.
 """
 
 from collections.abc import Callable

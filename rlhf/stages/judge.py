@@ -1,7 +1,7 @@
 """Stage: the reward model that judges the final policies.
 
-It learns from the half of the comparisons' prompts that the reward model and DPO do not use (data.half), on its own base
-(judge.model), so that no policy was optimised for it. `rlhf evaluate` uses it to compare the policies' answers.
+It learns from the half of the comparisons' prompts that the reward model and DPO do not use (data.half), on its own
+base (judge.model), so that no policy was optimised for it. `rlhf evaluate` uses it to compare the policies' answers.
 """
 
 from dataclasses import replace

@@ -1,8 +1,9 @@
-"""A labelling round: people's labels of the tasks of `rlhf sample`, or in the gold world responses ranked by simulated labelers.
+"""A labelling round: people's labels of the tasks of `rlhf sample`, or in the gold world responses ranked by simulated
+labelers.
 
-In the first round the SFT model answers. In each later round (`rounds` above 1) the PPO model of the previous round answers, as
-InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022, sections 3.1 and 3.2). Its responses show the errors
-of the previous reward model.
+In the first round the SFT model answers. In each later round (`rounds` above 1) the PPO model of the previous round
+answers, as InstructGPT collects comparisons on its current best policy (Ouyang et al. 2022, sections 3.1 and 3.2). Its
+responses show the errors of the previous reward model.
 """
 
 import random
@@ -127,9 +128,9 @@ def responses_wanted(config: Config, record: PromptRecord) -> int:
 def rank_all(
     config: Config, truth: Truth, prompts: list[PromptRecord], responses: list[list[Answer]], policy_id: str
 ) -> tuple[list[Ranking], int, float]:
-    """Rankings by one or two labelers per prompt, the number of prompts whose samples were all the same, and the labelers' noise.
-    The held-out labelers also rank the prompts of the dev and test splits. They use a separate random stream, so the
-    other rankings are the same with and without them.
+    """Rankings by one or two labelers per prompt, the number of prompts whose samples were all the same, and the
+    labelers' noise. The held-out labelers also rank the prompts of the dev and test splits. They use a separate random
+    stream, so the other rankings are the same with and without them.
     """
     gold, drafts = config.gold, []
     for record, drawn in zip(prompts, responses, strict=True):

@@ -1,7 +1,8 @@
-"""Step 3: PPO against the reward model, with a KL penalty towards the SFT model (Ouyang et al. 2022, C.4), or another reference.
+"""Step 3: PPO against the reward model, with a KL penalty towards the SFT model (Ouyang et al. 2022, C.4), or another
+reference.
 
-`one_update` is the recipe in the paper's order: 1. sample  2. score  3. rewards  4. advantages  5. update. The losses of step 5
-are in `rlhf.ppo.update`.
+`one_update` is the recipe in the paper's order: 1. sample  2. score  3. rewards  4. advantages  5. update. The losses
+of step 5 are in `rlhf.ppo.update`.
 """
 
 import contextlib

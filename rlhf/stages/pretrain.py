@@ -1,5 +1,5 @@
-"""Step 0: the GPT from random weights, by next-token prediction on packed blocks; an encoder, by masked tokens; or a pretrained
-model, adopted.
+"""Step 0: the GPT from random weights, by next-token prediction on packed blocks; an encoder, by masked tokens; or a
+pretrained model, adopted.
 
 L1(U) = sum_i log P(u_i | u_{i-k} … u_{i-1}; theta) (Radford et al. 2018, equation 1).
 """
@@ -127,8 +127,8 @@ def training_steps(config: Config) -> int:
 
 
 def load_or_pack(stage: Stage, tokenizer: Any, length: int) -> PackedCorpus:
-    """The packed corpus of this stage: all of data.corpus, or with data.corpus_weights the training tokens' share of each of its
-    entries. Packs it unless an earlier attempt did. length: of a block, by which sources are mixed.
+    """The packed corpus of this stage: all of data.corpus, or with data.corpus_weights the training tokens' share of
+    each of its entries. Packs it unless an earlier attempt did. length: of a block, by which sources are mixed.
     """
     config, folder = stage.config, stage.folder / "corpus"
     source, weights = need_source(config, "corpus"), config.data.corpus_weights
@@ -218,7 +218,8 @@ class MaskedBatches(Batches[dict[str, Tensor]]):
             yield self.mask(batch, number)
 
     def mask(self, batch: Sequence[dict[str, Tensor]], name: object) -> list[dict[str, Tensor]]:
-        """The blocks as {"input_ids", "labels"} and, with pretrain.pairs, {"pair", "weight"}, of which the latter is one over the batch.
+        """The blocks as {"input_ids", "labels"} and, with pretrain.pairs, {"pair", "weight"}, of which the latter is
+        one over the batch.
         name: of the batch; the seed and it determine the masks. Second halves are drawn from all items.
         """
         tokenizer, pairs = self.tokenizer, self.config.pretrain.pairs

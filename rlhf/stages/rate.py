@@ -1,8 +1,9 @@
-"""LaMDA's fine-tuning: the SFT model learns to rate responses and goes on learning to answer (Thoppilan et al. 2022, section 6.1).
+"""LaMDA's fine-tuning: the SFT model learns to rate responses and goes on learning to answer (Thoppilan et al. 2022,
+section 6.1).
 
-What a response is rated for is found in data.comparisons: attributes, flags, the overall rating, and rules. The built-in world's labelers
-rate four attributes. `rlhf evaluate` then rates every policy's answers, and compares generate-and-rate with best-of-n by the reward
-model and with PPO; `ppo.rewards=[rate]` trains a policy on the ratings.
+What a response is rated for is found in data.comparisons: attributes, flags, the overall rating, and rules. The
+built-in world's labelers rate four attributes. `rlhf evaluate` then rates every policy's answers, and compares
+generate-and-rate with best-of-n by the reward model and with PPO; `ppo.rewards=[rate]` trains a policy on the ratings.
 Differs: one labeler rates a response, not three or five.
 """
 
@@ -82,8 +83,9 @@ def run(config: Config) -> None:
 
 
 def rate_all(tokenizer: Any, rankings: Sequence[Ranking], rules: Collection[str]) -> Iterator[Rated]:
-    """Each response of these rankings, with what the labeler says of it: the response's `qualities`; flags, 1 or 0 in the files that have
-    them; rules, 1 (kept) or 0 in the files that mark a broken one. Raises: UserError for a level that is no digit.
+    """Each response of these rankings, with what the labeler says of it: the response's `qualities`; flags, 1 or 0 in
+    the files that have them; rules, 1 (kept) or 0 in the files that mark a broken one. Raises: UserError for a level
+    that is no digit.
     """
     flags: dict[str, set[str]] = {}  # by file
     for ranking in rankings:

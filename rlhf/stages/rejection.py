@@ -1,6 +1,7 @@
 """Rejection sampling: the SFT model fine-tuned on the best of n of its own samples, picked by the reward model.
 
-The simplest way to use a reward model for training (Touvron et al. 2023, Llama 2, section 3.2.3), and a baseline for PPO.
+The simplest way to use a reward model for training (Touvron et al. 2023, Llama 2, section 3.2.3), and a baseline for
+PPO.
 Differs: one round, always from the SFT model.
 """
 

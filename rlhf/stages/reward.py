@@ -1,8 +1,8 @@
 """Step 2: the reward model on ranked comparisons.
 
 loss = - mean over prompts of 1/|P| sum over (w, l) in P of log sigmoid(r_w - r_l), with all K answers of a prompt
-in one batch element (Ouyang et al. 2022, equation 1). Then calibration: demonstrations average 0, SFT samples have standard
-deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`).
+in one batch element (Ouyang et al. 2022, equation 1). Then calibration: demonstrations average 0, SFT samples have
+standard deviation 1. The model is the SFT trunk with a scalar head, or any text classifier (`reward.model`).
 """
 
 from collections import Counter
@@ -225,9 +225,10 @@ def calibrate(
 ) -> tuple[float, float]:
     """Set gain and shift of the model; returns both.
 
-    The shift is the mean raw score of the demonstrations (Ouyang et al. 2022, section 3.5), without any that of SFT samples; the
-    gain one over the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1). `tokenizer` is the policy's;
-    of `records` only the prompts of the training split that fit the context are used, not the judgements.
+    The shift is the mean raw score of the demonstrations (Ouyang et al. 2022, section 3.5), without any that of SFT
+    samples; the gain one over the standard deviation of the scores of SFT samples (Ziegler et al. 2019, section 2.1).
+    `tokenizer` is the policy's; of `records` only the prompts of the training split that fit the context are used, not
+    the judgements.
     """
     bare = unwrapped(model)
     prompts = prompts_of(sources.in_split(config, records, "train"))

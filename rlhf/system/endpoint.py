@@ -60,8 +60,10 @@ class Client:
                 raise UserError(f"{self.named}: would send the key unencrypted: use https")
 
     def post(self, path: str, body: dict[str, Any], read: Callable[[bytes], T]) -> T | None:
-        """What `read` makes of a reply, after at most ATTEMPTS attempts; None if the request failed permanently, which is counted.
-        read: raises ValueError, LookupError or TypeError for a malformed reply. Raises: UserError if the settings are wrong.
+        """What `read` makes of a reply, after at most ATTEMPTS attempts; None if the request failed permanently, which
+        is counted.
+        read: raises ValueError, LookupError or TypeError for a malformed reply. Raises: UserError if the settings are
+        wrong.
         """
         address, trouble = f"{self.url.rstrip('/')}/{path}", ""
         key = os.environ.get(self.key_variable or "", "").strip()

@@ -1,8 +1,8 @@
 """How a command ends: errors as one line, signals, exit codes. A bug still shows its traceback.
 
-Exit codes: 0 done; 2 a mistake of the user or an error of the system that the user can fix; 130 interrupted by Ctrl-C, SIGTERM
-or SIGHUP; 141 nothing reads the output any more. A signal ends a training loop after its current step, with a checkpoint, and
-anything else at once. Imports neither torch nor hydra.
+Exit codes: 0 done; 2 a mistake of the user or an error of the system that the user can fix; 130 interrupted by Ctrl-C,
+SIGTERM or SIGHUP; 141 nothing reads the output any more. A signal ends a training loop after its current step, with a
+checkpoint, and anything else at once. Imports neither torch nor hydra.
 """
 
 import contextlib
@@ -97,8 +97,8 @@ def let_first_rank_report() -> None:
 
 
 def end(code: int, at_once: bool = False) -> NoReturn:
-    """End this process. at_once: without the interpreter's shutdown, as one of several ends, since an orderly end would wait for the
-    others or abort without them.
+    """End this process. at_once: without the interpreter's shutdown, as one of several ends, since an orderly end would
+    wait for the others or abort without them.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -111,9 +111,11 @@ def end(code: int, at_once: bool = False) -> NoReturn:
 
 
 def interrupt_on_signals(message: str = "interrupted") -> None:
-    """From here on each of SIGNALS raises KeyboardInterrupt; one more, a second or more later, ends the process at once.
+    """From here on each of SIGNALS raises KeyboardInterrupt; one more, a second or more later, ends the process at
+    once.
 
-    So does the first within an import, a destructor or a callback, where Python or C++ would drop or replace the exception.
+    So does the first within an import, a destructor or a callback, where Python or C++ would drop or replace the
+    exception.
     """
 
     def leave_now() -> None:
@@ -143,7 +145,8 @@ def tell(text: str) -> None:
 def finish_step(name: str) -> Iterator[None]:
     """Within it, the first signal makes `stop_requested()` true and is reported in one line; a second ends the process.
 
-    name: the stage's. Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it itself.
+    name: the stage's. Raises: KeyboardInterrupt at its end if a stop was requested and the loop has not raised it
+    itself.
     """
     before = _handle(
         lambda: tell(f"\n{name}: stopping after this step, with a checkpoint; repeat to stop at once\n"),
@@ -164,7 +167,8 @@ def stop_requested() -> bool:
 
 
 def _handle(first: Callable[[], None], later: Callable[[], None]) -> dict[int, Any]:
-    """Have the first signal call `first`, and one SAME_SECONDS later call `later` and end the process; returns the handlers before.
+    """Have the first signal call `first`, and one SAME_SECONDS later call `later` and end the process; returns the
+    handlers before.
 
     Signals that the process ignores already (nohup, a job in the background) stay ignored.
     """

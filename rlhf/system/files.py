@@ -46,8 +46,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str, errors: str = "replace", mode: int = 0o666) -> None:
-    """Write a file atomically, and its folder if there is none: a reader sees the old one or the new one, and a failed attempt leaves
-    nothing of it. Raises: UserError if the disk is full or refuses.
+    """Write a file atomically, and its folder if there is none: a reader sees the old one or the new one, and a failed
+    attempt leaves nothing of it. Raises: UserError if the disk is full or refuses.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -157,7 +157,8 @@ def held(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
-    """An empty folder next to `out`, which replaces it if the block succeeds and has not moved it. Call it with the lock on `out`.
+    """An empty folder next to `out`, which replaces it if the block succeeds and has not moved it. Call it with the
+    lock on `out`.
     Raises: UserError if the disk is full or not writable.
     """
     new = beside(out)
@@ -215,7 +216,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def writing(path: Path, setting: str = "runs_dir", only_full: bool = False) -> Iterator[None]:
-    """Raises: UserError as `disk_error` words it for an OSError within, or for a library's words of a disk that is full or read-only.
+    """Raises: UserError as `disk_error` words it for an OSError within, or for a library's words of a disk that is full
+    or read-only.
 
     only_full: of the OSErrors, those of such a disk alone.
     """

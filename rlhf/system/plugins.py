@@ -71,8 +71,9 @@ def source_file(what: str, name: str) -> Path | None:
 
 def load_named(what: str, name: str, arguments: Sequence[str], offered: Sequence[str] = ()) -> Callable[..., Any]:
     """The function `module:name` or `file.py:name`; what it raises becomes a UserError of one line.
-    what: for messages, such as "reward function". arguments: their names; those that end with "=" are passed by name. offered: names
-    of further ones; its attribute `takes` lists those that it has. Raises: UserError if it cannot be called like this.
+    what: for messages, such as "reward function". arguments: their names; those that end with "=" are passed by name.
+    offered: names of further ones; its attribute `takes` lists those that it has. Raises: UserError if it cannot be
+    called like this.
     """
     place, _, attribute = name.rpartition(":")
     source = None if isinstance(name, Named) else source_file(what, name)

@@ -1,7 +1,7 @@
 """Ranks: the processes of one launch, their connection, and the values that they exchange.
 
-Rank 0 prints and writes for all. A process that runs alone is rank 0, and everything here then costs nothing: torch is imported
-only inside the functions that communicate.
+Rank 0 prints and writes for all. A process that runs alone is rank 0, and everything here then costs nothing: torch is
+imported only inside the functions that communicate.
 """
 
 import ipaddress
@@ -90,7 +90,8 @@ def connect(device: "torch.device", alone: bool = False) -> None:
 def meet() -> "Store":
     """The store of this launch: rank 0 opens it, the others connect; each waits until all are there.
 
-    On one node everything listens on the loopback interface only, since neither the store nor gloo and NCCL authenticate the caller.
+    On one node everything listens on the loopback interface only, since neither the store nor gloo and NCCL
+    authenticate the caller.
     Raises: UserError if a process is missing, the port is taken, or the launcher's variables are incomplete.
     """
     from torch.distributed import PrefixStore, TCPStore
@@ -158,8 +159,8 @@ def barrier() -> bool:
 def disconnect() -> bool:
     """Close the connection after all processes have reached this point; returns whether there was one.
 
-    A process that was connected should then `end` at once: threads of the connection release their last tensors late, and in a few percent
-    of launches abort an interpreter that is shutting down.
+    A process that was connected should then `end` at once: threads of the connection release their last tensors late,
+    and in a few percent of launches abort an interpreter that is shutting down.
     """
     if connected := barrier():
         import torch.distributed as dist

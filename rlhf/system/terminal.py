@@ -1,7 +1,8 @@
 """Printing. Text from files and models is printed through this module, without the terminal's control characters.
 
-A terminal obeys escape sequences: they write to the clipboard, or hide what was printed before. `printable` shows each such character,
-also right-to-left overrides, as its escape, one at a time, so that it does not matter how a sequence is split over tokens or calls.
+A terminal obeys escape sequences: they write to the clipboard, or hide what was printed before. `printable` shows each
+such character, also right-to-left overrides, as its escape, one at a time, so that it does not matter how a sequence is
+split over tokens or calls.
 """
 
 import os

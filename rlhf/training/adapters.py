@@ -1,7 +1,8 @@
 """Low-rank adapters on a model: y = W x + alpha / rank B A x, with W frozen and A, B trained. The layers are PEFT's.
 
-They are put inside the model, whose class does not change, so all code that runs the model also runs its adapters. Stages
-write the merged model, so that later stages and exports need no PEFT, and next to it the adapters as PEFT saves them.
+They are put inside the model, whose class does not change, so all code that runs the model also runs its adapters.
+Stages write the merged model, so that later stages and exports need no PEFT, and next to it the adapters as PEFT saves
+them.
 Source: Hu et al. 2021 (LoRA).
 """
 
@@ -33,10 +34,12 @@ PREFIX = "base_model.model."  # prefix of each name in PEFT's file
 
 
 def add_adapters(model: Any, config: Config, base: Path) -> None:
-    """Put adapters on every linear layer of a model's trunk, or on lora.target_modules, and freeze the rest except heads.
+    """Put adapters on every linear layer of a model's trunk, or on lora.target_modules, and freeze the rest except
+    heads.
 
-    The unembedding counts as trunk: it is frozen and has no adapter. Adapters that the model already has are kept and frozen.
-    With lora.rank=0 nothing happens. base: the model folder that the weights come from, which PEFT's file names.
+    The unembedding counts as trunk: it is frozen and has no adapter. Adapters that the model already has are kept and
+    frozen. With lora.rank=0 nothing happens. base: the model folder that the weights come from, which PEFT's file
+    names.
     Raises: UserError if PEFT is not installed.
     """
     if not config.lora.rank:

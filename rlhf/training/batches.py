@@ -78,11 +78,12 @@ def shuffled_order(seed: str) -> Order:
 
 @dataclass(frozen=True)
 class Objective(Generic[T]):
-    """What a stage minimises: a sum over the items of a batch, divided by the batch's denominator, so that no split changes it.
+    """What a stage minimises: a sum over the items of a batch, divided by the batch's denominator, so that no split
+    changes it.
 
-    rows: an item's rows of tokens. loss: takes a micro-batch, the denominator, and sums to add statistics to; returns the
-    micro-batch's part of the loss, and its tensors, which are kept if it is not finite. count: an item's share of the
-    denominator. length: by which items are grouped; the longest row unless given. joined: as of `by_length`.
+    rows: an item's rows of tokens. loss: takes a micro-batch, the denominator, and sums to add statistics to; returns
+    the micro-batch's part of the loss, and its tensors, which are kept if it is not finite. count: an item's share of
+    the denominator. length: by which items are grouped; the longest row unless given. joined: as of `by_length`.
     """
 
     rows: Callable[[T], Sequence[Sized]]
@@ -181,10 +182,10 @@ def train(
 ) -> None:
     """One optimizer step per batch, from the newest checkpoint to the loop's last step.
 
-    factor: on the learning rates, by the number of steps taken. averages: whether a line of metrics is over the steps since the
-    last line, or over its own step. largest: an item with as many tokens as any; looked for unless given.
-    evaluate: the held-out figures, the loss among them, at the steps of `looks`, which may end training; then the module has the
-    best weights.
+    factor: on the learning rates, by the number of steps taken. averages: whether a line of metrics is over the steps
+    since the last line, or over its own step. largest: an item with as many tokens as any; looked for unless given.
+    evaluate: the held-out figures, the loss among them, at the steps of `looks`, which may end training; then the
+    module has the best weights.
     Raises: UserError if there is nothing to evaluate on.
     """
     look_every = looks and looks.eval_every

@@ -1,7 +1,8 @@
-"""Models under ZeRO-3, divided among the ranks while they are read: no rank has more than its slices and one whole weight.
+"""Models under ZeRO-3, divided among the ranks while they are read: no rank has more than its slices and one whole
+weight.
 
-Without ZeRO-3 the same functions load whole models, and so they do if a file has other names than the model's weights, as those
-of experts.
+Without ZeRO-3 the same functions load whole models, and so they do if a file has other names than the model's weights,
+as those of experts.
 """
 
 from pathlib import Path
@@ -63,8 +64,9 @@ def reward_model_on(config: Config, folder: Path, device: torch.device, layers: 
 
 @torch.no_grad()
 def _divided(config: Config, described: Any, folder: Path, device: torch.device) -> Any | None:
-    """The reward model or causal language model of a configuration, in eval mode, with a folder's weights: rank 0 reads one after the
-    other and sends it to the rest. None if the files do not fit. Raises: UserError for weights that are not finite.
+    """The reward model or causal language model of a configuration, in eval mode, with a folder's weights: rank 0 reads
+    one after the other and sends it to the rest. None if the files do not fit. Raises: UserError for weights that are
+    not finite.
     """
     files = sorted(folder.glob("*.safetensors"))
     check_weights(str(folder), described, files)

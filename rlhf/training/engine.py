@@ -132,8 +132,8 @@ class Engine:
     def step(self, factors: float | Mapping[str, float] = 1.0) -> dict[str, float]:
         """One optimizer step by the gradients since the last one, clipped; clears them.
 
-        factors: on the learning rates, by part if parts differ. A part that is not named is idle: it has no gradient and
-        takes no step. Returns the norms before clipping: optim/grad_norm and, without ZeRO, optim/<part>_grad_norm.
+        factors: on the learning rates, by part if parts differ. A part that is not named is idle: it has no gradient
+        and takes no step. Returns the norms before clipping: optim/grad_norm and, without ZeRO, optim/<part>_grad_norm.
         Raises: NonFinite on every rank, before the step, if a loss or a gradient of any rank is not finite.
         """
         factors = factors if isinstance(factors, Mapping) else dict.fromkeys(self.parts, factors)
@@ -173,8 +173,8 @@ class Engine:
 
     def state(self) -> dict[str, dict[str, Tensor]] | None:
         """{"weights", "exp_avg", "exp_avg_sq", "steps", "ema"}: whole float32 tensors by parameter, on rank 0's CPU.
-        Moments of parameters that have taken no step yet are absent. On a CPU without ZeRO the tensors are not copies: the next
-        step changes them. Every rank has to call it.
+        Moments of parameters that have taken no step yet are absent. On a CPU without ZeRO the tensors are not copies:
+        the next step changes them. Every rank has to call it.
         """
         state = self.whole_state.read()
         if self.ema is not None:
@@ -207,7 +207,8 @@ def place_gradients(module: nn.Module) -> dict[nn.Parameter, Tensor]:
 class ZeroEngine(Engine):
     """The same under DeepSpeed: optimizer state (ZeRO-1), gradients (2) and weights (3) are divided among the ranks.
 
-    DeepSpeed clips the joint norm of all parameters. Its engine is used directly: accelerate's backward steps the optimizer.
+    DeepSpeed clips the joint norm of all parameters. Its engine is used directly: accelerate's backward steps the
+    optimizer.
     """
 
     sharded = True
@@ -275,9 +276,10 @@ class ZeroEngine(Engine):
 def make_engine(
     config: Config, module: nn.Module, settings: Any, device: torch.device, *, groups: Any = None, sampled: Any = None
 ) -> Engine:
-    """The engine of deepspeed=… with a stage's `OptimizerConfig`; max_grad_norm is of each part, under ZeRO of all together.
-    groups: the optimizer, or AdamW's parameter groups if not those of `decay_groups`. sampled: the part of `module` for which
-    `Engine.whole` will be called. Raises: UserError if DeepSpeed is not installed.
+    """The engine of deepspeed=… with a stage's `OptimizerConfig`; max_grad_norm is of each part, under ZeRO of all
+    together.
+    groups: the optimizer, or AdamW's parameter groups if not those of `decay_groups`. sampled: the part of `module` for
+    which `Engine.whole` will be called. Raises: UserError if DeepSpeed is not installed.
     """
     groups = decay_groups(module, settings) if groups is None else groups
     module.to(device)

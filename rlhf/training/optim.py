@@ -34,7 +34,8 @@ def make_schedule(settings: Any, steps: int, warmup: int | None = None) -> Calla
 
 def fallen(settings: OptimizerConfig, done: int, steps: int) -> float:
     """The factor that the schedule gives after `done` of its `steps`: 1 at first, final_lr_fraction at the end.
-    linear: 1 - (1 - final) t;   cosine: final + (1 - final) (1 + cos(pi t)) / 2;   constant: 1        t = done / steps, at most 1
+    linear: 1 - (1 - final) t;   cosine: final + (1 - final) (1 + cos(pi t)) / 2;   constant: 1        t = done / steps,
+    at most 1
     """
     final, steps = settings.final_lr_fraction, max(1, steps)  # a warm-up may outlast the schedule
     done = min(done, steps)
@@ -59,8 +60,8 @@ MUON_MOMENTUM = 0.95
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the matrices of the layers; torch's AdamW for embeddings, the unembedding and vectors.
 
-    Both work on this optimizer's own state and groups, so that training reads and writes them as any other's. Weight decay acts
-    on matrices only. Muon orthogonalises whole matrices, so it does not work on ZeRO's slices.
+    Both work on this optimizer's own state and groups, so that training reads and writes them as any other's. Weight
+    decay acts on matrices only. Muon orthogonalises whole matrices, so it does not work on ZeRO's slices.
     Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019 (AdamW).
     """
 
@@ -89,7 +90,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def orthogonalised(x: Tensor) -> Tensor:
-    """A matrix with the singular vectors of `x` and singular values near 1, by five Newton-Schulz steps, as torch.optim.Muon makes it.
+    """A matrix with the singular vectors of `x` and singular values near 1, by five Newton-Schulz steps, as
+    torch.optim.Muon makes it.
     Differs: in float32 on a CPU without AVX-512, where torch multiplies bfloat16 matrices 25 times slower.
     """
     a, b, c = NEWTON_SCHULZ

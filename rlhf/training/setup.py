@@ -93,8 +93,8 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def check_gradients(module: nn.Module, arguments: Any, keywords: Any) -> None:
-    """Raises: UserError if a gradient of a forward's summed outputs, without dropout, differs from the CPU's by more than MOST_GAP.
-    MPS gave wrong gradients without an error (pytorch#177116, pytorch#153957).
+    """Raises: UserError if a gradient of a forward's summed outputs, without dropout, differs from the CPU's by more
+    than MOST_GAP. MPS gave wrong gradients without an error (pytorch#177116, pytorch#153957).
     """
     training = module.training
     twin = copy.deepcopy(module.eval()).cpu()
@@ -121,8 +121,10 @@ def transformers_in(module: nn.Module) -> list[Any]:
 
 
 def load_policy(folder: Path, dropout: float | None = None, encoder: bool = False) -> Any:
-    """A causal LM from a stage's model folder, in float32, in eval mode. Raises: UserError if it cannot be read, or is an encoder.
-    dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have. encoder: whether it may be one.
+    """A causal LM from a stage's model folder, in float32, in eval mode. Raises: UserError if it cannot be read, or is
+    an encoder.
+    dropout: replaces the model's own, if its configuration has this setting, as ours and OPT's have. encoder: whether
+    it may be one.
     """
     config, loader = read_policy_config(folder, dropout, encoder), transformers.AutoModelForCausalLM
     return load_whole(loader, str(folder), config, local_files_only=True, dtype=torch.float32).eval()

@@ -1,8 +1,9 @@
-"""The whole state of training, gathered from the ranks and divided again: weights, their average, moments, checkpoints, model folders.
+"""The whole state of training, gathered from the ranks and divided again: weights, their average, moments, checkpoints,
+model folders.
 
-A checkpoint contains what trains, as whole float32 tensors by parameter name, in safetensors, which contain no code; frozen
-weights come from the parents' folders. It fits any number of processes and any ZeRO stage. The same functions work without
-DeepSpeed and under ZeRO-1, 2 and 3.
+A checkpoint contains what trains, as whole float32 tensors by parameter name, in safetensors, which contain no code;
+frozen weights come from the parents' folders. It fits any number of processes and any ZeRO stage. The same functions
+work without DeepSpeed and under ZeRO-1, 2 and 3.
 """
 
 import contextlib
@@ -32,8 +33,8 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Tensor], *, write: bool = False) -> Iterator[None]:
-    """A context in which the parameters are whole on every rank; all ranks must enter it. write: rank 0's changes are kept on every rank;
-    without ZeRO-3 each rank must write the same values itself.
+    """A context in which the parameters are whole on every rank; all ranks must enter it. write: rank 0's changes are
+    kept on every rank; without ZeRO-3 each rank must write the same values itself.
     """
     divided = [p for p in parameters if is_partitioned(p)]
     if not divided:
@@ -56,9 +57,9 @@ def slice_of_rank(tensor: Tensor, rank: int, count: int) -> Tensor:
 def gathered_state(module: nn.Module, trained: bool = False) -> dict[str, Tensor] | None:
     """{name: whole tensor on the CPU} of a module, not of an engine around it; None on every rank but the first.
 
-    trained: only of parameters that train, which are not copied on a CPU without ZeRO-3, and of buffers. All ranks must call it.
-    Tensors come one by one, so that no rank but the first holds more than one. In bfloat16 under ZeRO they are the optimizer's
-    float32 copies. A weight with several names (a tied embedding) appears once, under its first name.
+    trained: only of parameters that train, which are not copied on a CPU without ZeRO-3, and of buffers. All ranks must
+    call it. Tensors come one by one, so that no rank but the first holds more than one. In bfloat16 under ZeRO they are
+    the optimizer's float32 copies. A weight with several names (a tied embedding) appears once, under its first name.
     """
     state: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -260,15 +261,16 @@ class ZeroState(PlainState):
 
 
 class Ema:
-    """An exponential moving average of weights: average := average + share * (weights - average), at each step of the policy, in float32.
+    """An exponential moving average of weights: average := average + share * (weights - average), at each step of the
+    policy, in float32.
 
     share = (1 - decay) / (1 - decay^n) at the n-th step, so the weights of k steps ago count in proportion to
-    decay^k and the initial weights do not count. Only trained weights are averaged. In bfloat16 too the optimizer's float32
-    weights are averaged, because an average of rounded weights would not move by less than the rounding.
+    decay^k and the initial weights do not count. Only trained weights are averaged. In bfloat16 too the optimizer's
+    float32 weights are averaged, because an average of rounded weights would not move by less than the rounding.
 
     rank, ranks: under ZeRO each rank averages its slice of every weight; by default all of it.
-    Source: Ouyang et al. 2022, appendix C.4 (decay 0.992). Differs: the paper does not say what its average starts from. The
-    correction of Kingma & Ba 2015, section 3, matters only in runs shorter than about 1 / (1 - decay) steps.
+    Source: Ouyang et al. 2022, appendix C.4 (decay 0.992). Differs: the paper does not say what its average starts
+    from. The correction of Kingma & Ba 2015, section 3, matters only in runs shorter than about 1 / (1 - decay) steps.
     """
 
     def __init__(self, model: nn.Module, decay: float, rank: int = 0, ranks: int = 1):

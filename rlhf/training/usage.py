@@ -1,5 +1,6 @@
-"""What training takes of a device: how many tokens a forward with gradients may have, by what a stage holds and keeps per token and
-its memory budget; and as metrics the fraction of the device's peak rate that it reaches (MFU), and peak memory.
+"""What training takes of a device: how many tokens a forward with gradients may have, by what a stage holds and keeps
+per token and its memory budget; and as metrics the fraction of the device's peak rate that it reaches (MFU), and peak
+memory.
 """
 
 import math
@@ -43,12 +44,13 @@ LARGE = 2**22
 def set_budget(
     stage: Stage, engine: Engine, longest: int, items: int, measure: Callable[[int], float | None] | None = None
 ) -> None:
-    """Limit the forwards with gradients of a stage before its first step, the same on all ranks; print what it needs. If the largest
-    item does not fit otherwise, activations are computed again in the backward pass. A resumed stage keeps its limit if that
-    still fits by what was measured then, so that it ends with the same bytes.
+    """Limit the forwards with gradients of a stage before its first step, the same on all ranks; print what it needs.
+    If the largest item does not fit otherwise, activations are computed again in the backward pass. A resumed stage
+    keeps its limit if that still fits by what was measured then, so that it ends with the same bytes.
 
-    longest: padded tokens of the largest item. items: the most that share a forward. measure: runs the largest forward and backward
-    of at most so many tokens, and returns its bytes per token; called if the estimate is above half the budget.
+    longest: padded tokens of the largest item. items: the most that share a forward. measure: runs the largest forward
+    and backward of at most so many tokens, and returns its bytes per token; called if the estimate is above half the
+    budget.
     Raises: UserError if the largest item does not fit, with settings that help.
     """
     config, on_cpu, ranks = stage.config, engine.device.type == "cpu", engine.ranks

@@ -277,16 +277,15 @@ def test_a_manager_adds_pauses_revokes_decides_and_instructs_without_a_restart(v
     boss.get_by_text("The instructions are saved.").wait_for()
     cleo = visit("cleo")
     assert cleo.locator("#rank").get_by_text("Be fair, and kind.").is_visible()  # open, until it is closed once
-    close = "() => { document.querySelector('#rank summary').click(); return Object.values(localStorage); }"
-    assert cleo.evaluate(close) == ['"Be fair, and kind."']  # noted at once: a reload may come before any later event
+    noted = cleo.evaluate("document.querySelector('#rank summary').click(), Object.values(localStorage)")
+    assert noted == ['"Be fair, and kind."']  # at once: a reload may come before any later event
     cleo.reload()
     task_of(cleo)
     assert not cleo.locator("#rank").get_by_text("Be fair, and kind.").is_visible()
     again = Staff(staff.folder, ["anna", "ben"], "http://127.0.0.1/", staff.path)  # a restart with the same command
     assert again.secrets == {name: staff.secrets[name] for name in ("ben", "cleo")} and again.manager == staff.manager
     assert again.assigned == staff.assigned
-    for name in ("labelers.txt", "manager.txt"):
-        assert (staff.folder / name).stat().st_mode & 0o777 == 0o600
+    assert {(staff.folder / f"{name}.txt").stat().st_mode & 0o777 for name in ("labelers", "manager")} == {0o600}
     status = "path => fetch(path, {headers: {'x-tab': 'cleo'}}).then(answer => answer.status)"
     boss.get_by_role("button", name="Train on these labels").click()  # a pipeline of its own; here it has no data
     boss.get_by_text("Ended with code 2: rlhf: error:").wait_for(timeout=120_000)

@@ -1,5 +1,5 @@
-"""Dialogues that demonstrate or ask (alpaca, sharegpt, messages, self_instruct, question_answer, decoded, mt_bench), and
-judgements of their last answers: hh, trl, pairs, choices (several chosen and several rejected answers) and kto.
+"""Dialogues that demonstrate or ask (alpaca, sharegpt, messages, self_instruct, question_answer, decoded, mt_bench),
+and judgements of their last answers: hh, trl, pairs, choices (several chosen and several rejected answers) and kto.
 """
 
 import re
@@ -131,8 +131,8 @@ def _hh_turns(text: str) -> Turns:
 
 
 def prompt_turns(prompt: Any) -> Any:
-    """A prompt as turns: a list of them, or the turns of a text that ends with "Assistant:". Any other value is returned unchanged:
-    a record takes a text as one user turn, and refuses what is neither.
+    """A prompt as turns: a list of them, or the turns of a text that ends with "Assistant:". Any other value is
+    returned unchanged: a record takes a text as one user turn, and refuses what is neither.
     """
     if is_chat(prompt):
         return chat_turns(prompt, "prompt")
@@ -144,8 +144,9 @@ def prompt_turns(prompt: Any) -> Any:
 def from_hh(row: Values) -> Made:
     """One ranking with K = 2: response "a" is the chosen one, or the first text, whose higher score wins.
 
-    The prompt ends at the last "Assistant:" that both dialogues share, not at each one's own last one: an answer may itself
-    contain that marker, and two answers may begin with the same words. White space around each turn belongs to the markers.
+    The prompt ends at the last "Assistant:" that both dialogues share, not at each one's own last one: an answer may
+    itself contain that marker, and two answers may begin with the same words. White space around each turn belongs to
+    the markers.
     """
     scored = "text" in row and "chosen" not in row
     texts: Any = row["text"] if scored else [require_text(row, key) for key in _JUDGED]

@@ -75,8 +75,8 @@ def from_nectar(row: Values) -> Made:
 
 
 def from_webgpt(row: Values) -> Made:
-    """One ranking with K = 2 by the scores. The quotes that an answer was written from, its tokens and its score are kept
-    in the response's metadata.
+    """One ranking with K = 2 by the scores. The quotes that an answer was written from, its tokens and its score are
+    kept in the response's metadata.
     """
     question = row["question"]
     rest, about = other_keys(row, "question"), other_keys(question, "full_text")
@@ -95,8 +95,8 @@ _SHOWN = {"subreddit": "SUBREDDIT: r/", "title": "TITLE: ", "post": "POST: ", "a
 def from_openai_comparisons(row: Values) -> Made:
     """One ranking: K = 2 of a comparison; K = 1 with the overall rating, the axes under `metadata.axes`.
 
-    The prompt is the post as the paper gave it to the policy, "SUBREDDIT: … TITLE: … POST: … TL;DR:". The file's own split is
-    kept as `metadata.original_split`: here a prompt's split is decided by its text.
+    The prompt is the post as the paper gave it to the policy, "SUBREDDIT: … TITLE: … POST: … TL;DR:". The file's own
+    split is kept as `metadata.original_split`: here a prompt's split is decided by its text.
 
     Source: Stiennon et al. 2020, "Learning to summarize from human feedback", appendix B.
     """

@@ -1,7 +1,7 @@
 """`format=table`: rows whose columns are named on the command line, from any CSV, spreadsheet, Parquet or JSON file.
 
-The named columns decide what a row becomes: a ranking (responses with winners, with scores or with neither; columns ranked
-best first), a demonstration, or a prompt. A nested value has a dotted path, see `lookup`.
+The named columns decide what a row becomes: a ranking (responses with winners, with scores or with neither; columns
+ranked best first), a demonstration, or a prompt. A nested value has a dotted path, see `lookup`.
 
 If `words` are set, only they are read as verdicts. Otherwise `read_phrase` reads the usual spellings, and a number is a
 position (1 … K, 0 a tie) only if the column contains the number K, since 0 and 1 alone could mean two things.

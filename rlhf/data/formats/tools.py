@@ -1,17 +1,18 @@
 """Exports of labelling tools: Label Studio and Argilla.
 
-Label Studio's JSON exports and task files, with pairwise, ranker, rating and choices interfaces: one annotation is one record. A
-task without any annotation is a ranking still to be made. Tasks that `rlhf sample` wrote keep their ids. Other tasks have the
-prompt under one of PROMPTS, and the responses as a list `responses`, under `answer1`, `answer2`, … as in Label Studio's own
-templates, or as one `response`. The import joins the pairs of one item.
+Label Studio's JSON exports and task files, with pairwise, ranker, rating and choices interfaces: one annotation is one
+record. A task without any annotation is a ranking still to be made. Tasks that `rlhf sample` wrote keep their ids.
+Other tasks have the prompt under one of PROMPTS, and the responses as a list `responses`, under `answer1`, `answer2`, …
+as in Label Studio's own templates, or as one `response`. The import joins the pairs of one item.
 
-Argilla's records (version 2): the `fields` that annotators saw, and under `responses` their answers to each question. An export
-states neither the role of a field nor the kind of a question, so their names decide:
+Argilla's records (version 2): the `fields` that annotators saw, and under `responses` their answers to each question.
+An export states neither the role of a field nor the kind of a question, so their names decide:
 
-- fields named response, reply, answer, completion, output, generation or summary, perhaps followed by a number or a letter,
-  are the responses; a field with a chat is the prompt's turns, and its last answer the response if no field is one; all
-  other fields are the prompt, separated by blank lines.
-- over several responses: a ranking, a verdict (see `_winner`), or ratings under questions that name the response each is about.
+- fields named response, reply, answer, completion, output, generation or summary, perhaps followed by a number or a
+  letter, are the responses; a field with a chat is the prompt's turns, and its last answer the response if no field is
+  one; all other fields are the prompt, separated by blank lines.
+- over several responses: a ranking, a verdict (see `_winner`), or ratings under questions that name the response each
+  is about.
 - over one response: a number is its rating; labels are flags. Without a response: a text is a demonstration.
 
 One record per annotator and question. Answers that judge nothing stay under `metadata`.
