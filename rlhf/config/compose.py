@@ -116,7 +116,8 @@ def check_yaml(folder: Path) -> None:
 
 def quoted(word: str) -> str:
     """An override in Hydra's quotes if Hydra cannot read it as it is, such as `path=größe (1).csv` or
-    `data.prompts=[a (1).csv,b.csv]`; of a column, a verdict's word or free text with any signs, as `columns.prompt=Frage, Teil 1`.
+    `data.prompts=[a (1).csv,b.csv]`; of a column, a verdict's word or free text with any signs, as
+    `columns.prompt=Frage, Teil 1`.
     """
     key, _, value = word.partition("=")
     group, _, name = key.partition(".")
