@@ -223,8 +223,7 @@ def test_what_only_rounds_is_no_part_of_a_stages_identity(compose):
 
 
 def test_a_resumed_stage_says_which_settings_change_its_rounding(compose, capsys):
-    with open_stage(compose("ppo.micro_batch_episodes=8"), "tokenizer"):
-        pass
+    interrupt(compose("ppo.micro_batch_episodes=8"), "tokenizer")
     capsys.readouterr()
     with open_stage(compose("threads=2", "deepspeed=zero1", "ppo.micro_batch_episodes=16"), "tokenizer"):
         pass

@@ -186,7 +186,9 @@ def open_stage(config: Config, name: str, data: dict[str, str] | None = None) ->
 
 
 def _begin_or_resume(stage: Stage) -> dict | None:
-    """Keep the folder to resume an interrupted attempt, whose record is returned, or start with an empty one. Raises: UserError."""
+    """Keep the folder of an interrupted attempt, whose record is returned if it left work to resume, or start with an
+    empty one. Raises: UserError.
+    """
     replaces, recorded = stage.replaces is not None, None
     with contextlib.suppress(UserError) if replaces else contextlib.nullcontext():
         recorded = folders.read_stage(stage.folder)
@@ -214,10 +216,10 @@ def _begin_or_resume(stage: Stage) -> dict | None:
         return None
     for path in [*stage.folder.glob(".*.tmp"), *stage.folder.glob("*.jsonl.kept")]:  # a killed attempt left them
         path.unlink(missing_ok=True)
-    stage.resumed = True
+    stage.resumed = has_begun(stage.folder, stage.name)
     stage.seconds_before = float(recorded.get("seconds", 0.0))
     stage.memory = recorded.get("memory", {})
-    return recorded
+    return recorded if stage.resumed else None
 
 
 def misfit(config: Config, name: str, recorded: dict, parents: dict[str, str], data: dict[str, str]) -> str | None:
