@@ -156,8 +156,8 @@ def test_the_site_has_no_broken_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    assert "policy_loss" in (tmp_path / "site" / "api" / "rlhf.ops" / "index.html").read_text(encoding="utf-8")
-    assert (tmp_path / "site" / "source" / "rlhf" / "ops" / "gae.py" / "index.html").is_file()
+    assert "policy_loss" in (tmp_path / "site" / "api" / "rlhf.ops.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / "source" / "rlhf" / "ops" / "gae.py.html").is_file()
 
 
 PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")

@@ -48,7 +48,7 @@ def label_all(address: str) -> None:
     for link in next(Path().rglob("labelers.txt")).read_text(encoding="utf-8").splitlines():
         with httpx.Client(base_url=address, headers={"authorization": f"Bearer {link.partition('#')[2]}"}) as person:
             while (task := person.get("/api/rank/next").json()["task"]) is not None:
-                names = [response["id"] for response in task["responses"]]
+                names = [one["id"] for one in sorted(task["responses"], key=lambda one: one["text"])]
                 ranked = {"name": task["name"], "submission": uuid.uuid4().hex, "seconds": 1.0}
                 person.post("/api/rank", json=ranked | {"ranking": [[names[0]], names[1:]]}).raise_for_status()
 
@@ -98,8 +98,8 @@ def on_gold(words: list[str]) -> list[str]:
 HOWTOS = {
     "align.md": HowTo(("labels/dataset.json", "runs/x/report.html", "runs/x/export/ppo/config.json")),
     "own_reward.md": HowTo(("runs/x/ppo/stage.json",)),
-    "labelling.md": HowTo(("ranked/report.json", "runs/second/evaluate/results.json"), visit=label_all),
-    "size.md": HowTo(("runs/x/evaluate/results.json",)),
+    "labelling.md": HowTo(("checked/report.json", "runs/second/evaluate/results.json"), visit=label_all),
+    "size.md": HowTo(("runs/hour/report.html",), before=lambda words: ["model.pretrained=m"] * ("run=hour" in words)),
     "curves.md": HowTo(("runs/x/report.html",)),
     "fix_a_run.md": HowTo(("runs/x/sample/tasks.jsonl", "runs/y/ppo/stage.json")),
     "sweeps.md": HowTo(("runs/kl-0.1/evaluate/results.json", "runs/python-kl-0.1/ppo/stage.json"), script="sweep.py"),
@@ -135,7 +135,10 @@ def home(tmp_path_factory: pytest.TempPathFactory, gold_run: Run) -> Path:
         "prompts": [{"prompt": f"Say {i} words."} for i in range(20)],
         "p": [{"question": f"What is {i} and {i}?", "answer": str(2 * i)} for i in range(20)],
         "labels": [{"prompt": f"At {i}?", "chosen": f"Here {i}.", "rejected": "No " * (1 + i % 3)} for i in range(20)],
+        "gold": [{"prompt": f"Is {i} even?", "chosen": "A", "rejected": "B"} for i in range(5)],
+        "si100": [{"instruction": f"Say {i} words.", "output": "1."} for i in range(20)],
     }
+    shutil.copy(folder / "labels.csv", folder / "hh800.csv")
     for name, records in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
