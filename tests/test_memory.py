@@ -216,7 +216,7 @@ def gap(returned):
 
 def layers(recomputing):
     assert keep_freed_memory(*([LARGE] if recomputing else []))
-    model = GPTForCausalLM(GPTConfig(vocab_size=300, context_length=1024, n_layer=12, n_head=4, width=256))
+    model = GPTForCausalLM(GPTConfig(vocab_size=300, context_length=1024, n_layer=8, n_head=4, width=256))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     model.model(torch.zeros(4, 1024, dtype=torch.int64))

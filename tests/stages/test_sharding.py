@@ -49,7 +49,7 @@ SHARDING = "sharding.persistence_threshold=0"
 OVERLAP = {stage: ["sharding.overlap=true"] for stage in ("pretrain", "sft")}
 EVALUATION = ["evaluate.prompts=8", "evaluate.samples=1", "evaluate.best_of=2"]
 CUT_AT = {"pretrain": 3, "sft": 3, "ppo": 2}
-ADAPTERS = ["lora.rank=2", "lora.alpha=8", "sft.lr=1e-2"]
+ADAPTERS = ["lora.rank=2", "lora.alpha=8", "sft.lr=1e-2", "sft.batch_size=40", "data.limit=120"]  # three steps
 # Of the bytes that a process holds: <deepspeed>:<precision>:<persistence threshold>. In the second some tensors stay whole.
 HELD = ("zero1:fp32:0", "zero3:bf16:20000")
 MORE_HELD = ("zero2:bf16:0", "zero2:fp32:0", "zero3:fp32:0", "zero1:bf16:0", "zero3:bf16:0")
