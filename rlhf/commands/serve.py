@@ -103,8 +103,8 @@ def make(config: Config, folder: Path, loopback: bool, address: str, held: ExitS
     settings = config.serve
     labels = Path(settings.labels) if settings.labels else folder / "serve" / "labels.jsonl"
     refuse_inside_stage(labels, "serve.labels")
-    file, names, tasks = LabelFile(labels), names_of(settings.labelers), load_tasks(settings.tasks, folder)
-    held.callback(file.close)
+    held.callback((file := LabelFile(labels)).close)
+    names, tasks = names_of(settings.labelers), load_tasks(settings.tasks, folder)
     written = Path(settings.instructions) if settings.instructions else labels.with_name("instructions.txt")
     judged = any(len({response.policy for response in task.responses}) > 1 for task in tasks)  # not to be trained on
     instructions = INSTRUCTIONS.format(first=EVALUATION if judged else TRAINING)
