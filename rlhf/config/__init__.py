@@ -35,7 +35,7 @@ class TrackingConfig:
 class CheckpointConfig:
     every_seconds: float = setting(600.0, "seconds between them, more if writing is slow; 0: after each step", min=0)
     keep: int = setting(2, "newest checkpoints to keep", min=1)
-    keep_best: int = setting(0, "checkpoints kept for good, by held-out score - kl.coef * KL (ppo)", min=0)
+    keep_best: int = setting(0, "best checkpoints to keep for good, by held-out score - kl.coef * KL (ppo)", min=0)
     keep_every: int = setting(0, "keep the checkpoint of each multiple of this step for good; 0: none", min=0)
 
 

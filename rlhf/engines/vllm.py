@@ -2,8 +2,8 @@
 tensor.
 
 vLLM computes with other kernels than the trainer, so the trainer recomputes the log-probs of what it samples, and after
-every load a probe compares the log-probs of both (`VllmEngine.load`). Our GPT runs under the architecture that `rlhf
-export` writes.
+every load a probe compares the log-probs of both (`VllmEngine.load`). Our GPT runs under the architecture that
+`rlhf export` writes.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Best-of-n: the reward model picks among n samples of the SFT model. The baseline for PPO at equal KL; `rlhf
-rejection` fine-tunes on the picks.
+"""Best-of-n: the reward model picks among n samples of the SFT model. The baseline for PPO at equal KL;
+`rlhf rejection` fine-tunes on the picks.
 
 KL(best of n || SFT) is at most log n - (n - 1)/n nats per response (Stiennon et al. 2020, appendix G.3), and less if
 samples repeat (Beirami et al. 2024). The curve over n comes from one set of N samples per prompt (Nakano et al. 2021,

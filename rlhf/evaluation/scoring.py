@@ -233,8 +233,8 @@ Value = float | None  # of a prompt; none: its responses do not fit the reward m
 def value_of(how: str, scores: Sequence[Sequence[float]]) -> float:
     """What labels of one prompt may teach. scores: a list over the K responses per reward model, without calibration.
 
-    With p(i over j) = sigmoid(r_i - r_j) (Ouyang et al. 2022, equation 1), the mean over pairs of responses of p (1 -
-    p), averaged over the models ("uncertain"), or of the variance of p over the models ("disagreement").
+    With p(i over j) = sigmoid(r_i - r_j) (Ouyang et al. 2022, equation 1), the mean over pairs of responses of
+    p (1 - p), averaged over the models ("uncertain"), or of the variance of p over the models ("disagreement").
     """
     places = combinations(range(len(scores[0])), 2)
     pairs = [[1 / (1 + math.exp(min(700.0, r[j] - r[i]))) for r in scores] for i, j in places]

@@ -82,8 +82,8 @@ def prediction_powered(labelled: Mapping[Any, float], judged: Mapping[Any, float
         theta = mean(Y) + weight (mean of F without labels - mean of F with them),  weight = cov(Y, F) / ((1 + n / N)
         var(F))
 
-    With the judge's correlation rho to the people, n labelled keys and N others the interval has sqrt(1 - rho^2 N / (n
-    + N)) of the width of the people's own. labelled, judged: Y and F by key; keys without F are left out.
+    With the judge's correlation rho to the people, n labelled keys and N others the interval has
+    sqrt(1 - rho^2 N / (n + N)) of the width of the people's own. labelled, judged: Y and F by key; keys without F are left out.
     Source: Angelopoulos et al. 2023, "PPI++: Efficient Prediction-Powered Inference", equation 2 and section 6.
     """
     keys = [key for key in labelled if key in judged]

@@ -118,8 +118,8 @@ PARTS = {"sensible": "correct", "specific": "complete", "interesting": "polite",
 
 def expected_agreement(labelers: Sequence[Labeler], answers: Answers) -> float:
     """The share of pairs of answers to one prompt on which two different labelers agree, on average.
-    A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with p q + (1 - p)(1 -
-    q).
+    A labeler prefers i to j with probability p = Phi((u_i - u_j) / (sqrt(2) noise)); two agree with
+    p q + (1 - p)(1 - q).
     """
     agreed: list[float] = []
     for given in answers:

@@ -83,8 +83,8 @@ class SwitchMLP(nn.Module):
 def compute_balance(probs: Tensor, chosen: Tensor) -> Tensor:
     """E sum_i f_i P_i (B,), of each row: 1 if its T tokens are spread evenly, E if all go to one expert.
 
-    f_i is the share of the row's tokens whose expert is i, P_i the mean of p_i over them. probs (B, T, E), chosen (B,
-    T).
+    f_i is the share of the row's tokens whose expert is i, P_i the mean of p_i over them. probs (B, T, E),
+    chosen (B, T).
     Source: Fedus et al. 2021, equations 4 to 6.
     """
     count = probs.shape[-1]

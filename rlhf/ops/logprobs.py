@@ -46,8 +46,8 @@ def entropy(logits: Tensor) -> Tensor:
 def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """T^2 times the cross-entropy of the student under the teacher, and the KL between them, both at temperature T.
 
-    p = softmax(teacher_logits / T);  q = softmax(logits / T);  ce = -T^2 sum_v p_v log q_v;  kl = sum_v p_v log(p_v /
-    q_v)
+    p = softmax(teacher_logits / T);  q = softmax(logits / T)
+    ce = -T^2 sum_v p_v log q_v;  kl = sum_v p_v log(p_v / q_v)
 
     logits, teacher_logits (…, V) of any float type; returns (…) float32 (float64 for float64 logits), in nats. T^2
     keeps the size of the gradient at any T. The teacher gets no gradient, and the KL gives none.

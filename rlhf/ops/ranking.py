@@ -35,8 +35,8 @@ def ranking_loss(
     loss_n = sum_ij w_nij * -log sigmoid(m_ij) / sum_ij w_nij
     loss   = sum_n loss_n / denominator        denominator: the prompts that have a pair, unless given
 
-    label_smoothing eps, the share of judgements that are taken as wrong: -(1 - eps) log sigmoid(m_ij) - eps log
-    sigmoid(-m_ij).
+    label_smoothing eps, the share of judgements that are taken as wrong:
+    -(1 - eps) log sigmoid(m_ij) - eps log sigmoid(-m_ij).
     target: (m_ij - target)^2 in place of the logarithm.
 
     A prompt without a pair adds nothing and is not counted. With the global number of prompts that have a pair as

@@ -181,8 +181,8 @@ def _less_tokens(p: Tensor, kind: torch.dtype, tokens: Tensor) -> Tensor:
 def _less_one_hot(p: Tensor, tokens: Tensor) -> Tensor:
     """p - onehot of p (N, V), in place: the token's entry is minus the sum of the others.
 
-    1 - p for p near 1 would be mostly rounding error: even in float32 a softmax over thousands of tokens has 1 - p =
-    1e-4 only to a few percent.
+    1 - p for p near 1 would be mostly rounding error: even in float32 a softmax over thousands of tokens has
+    1 - p = 1e-4 only to a few percent.
     """
     p.scatter_(-1, tokens[:, None], 0.0)
     return p.scatter_(-1, tokens[:, None], -p.sum(-1, keepdim=True, dtype=torch.float32).to(p.dtype))

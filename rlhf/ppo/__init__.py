@@ -1,7 +1,7 @@
 """PPO: rollouts, rewards, the update, and the checks of its first update.
 
-The steps of an update, for a loop of your own (docs/extending.md): `from rlhf.ppo import sample_responses, optimize,
-…`.
+The steps of an update, for a loop of your own (docs/extending.md):
+`from rlhf.ppo import sample_responses, optimize, …`.
 """
 
 from rlhf.ppo.experience import Experience, Rollout, load_estimator, sample_responses, score_responses

@@ -1,7 +1,7 @@
 """GPT-1's transfer: a base model fine-tuned on a labelled task, and measured on examples that it did not see.
 
-    L3 = L2 + lambda L1      L2 = - mean over examples of log P(y | x)      L1 = the language model's loss on the same
-    text
+    L3 = L2 + lambda L1      L2 = - mean over examples of log P(y | x)
+    L1 = the language model's loss on the same text
 
 Source: Radford et al. 2018, sections 3.2, 3.3 and 4.1 (batch 32, 3 epochs, rate 6.25e-5, warm-up over 0.2% of the
 steps, linear decay, lambda 0.5, dropout 0.1 on the classifier). Differs: Adam's betas are those of the other stages.

@@ -1,7 +1,7 @@
 """Distillation: a student with some of a policy's blocks learns to answer as the policy does.
 
-    loss = mean over the answers' tokens of ce_coef T^2 CE(teacher, student) + lm_coef (-log q(token)) + cos_coef (1 -
-    cos(h, h_teacher))
+    loss = mean over the answers' tokens of ce_coef T^2 CE(teacher, student) + lm_coef (-log q(token))
+           + cos_coef (1 - cos(h, h_teacher))
 
 The texts are the teacher's own samples on training prompts; the first term is of softened distributions, the second of
 the sampled tokens, the third of the last hidden states.

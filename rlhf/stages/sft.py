@@ -2,8 +2,8 @@
 
 The loss counts the assistant's tokens, each turn's end token included, never the user's text (Ouyang et al. 2022,
 section 3.5). With sft.turns=last only a dialogue's last answer counts.
-Optionally a share of the rows is pretraining text (appendix C.3), and the prompt counts too, with a weight: L3 = L2 +
-lm_coef L1 (Radford et al. 2018, equation 5).
+Optionally a share of the rows is pretraining text (appendix C.3), and the prompt counts too, with a weight:
+L3 = L2 + lm_coef L1 (Radford et al. 2018, equation 5).
 Differs: the last epoch is kept; the paper chooses the epoch by reward-model score on held-out prompts, and that model
 is trained on this one. Blocks of pretraining text are one document to the model, even if pretraining isolated their
 documents. Residual dropout acts in our GPT only.
